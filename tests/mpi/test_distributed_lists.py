@@ -14,6 +14,7 @@ from mpi4py import MPI
 import torchmpi as mpi
 from torchmpi.errors import TorchMPIError
 from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LENGTHS = (0, 1, 3, 500, 4_096, 5_001, 70_000, 300_000)
@@ -250,3 +251,21 @@ def test_parts_that_their_receiver_does_not_expect_raise_on_all_ranks(agree):
             agree(not error, error)
             for output, wanted in zip(outputs, expected, strict=True):
                 agree.equal(output, wanted, f"turn {turn}")
+
+
+@pytest.mark.min_ranks(2)
+def test_machine_code_finds_what_begins_calls_on_lists(agree):
+    """And leaves to Python those whose tensors share memory, differ in dtype, or are not one for each rank."""
+    outputs, given = blank(5, SIZE), torch.full((5,), float(RANK))
+    for _ in range(3):
+        dist.all_gather(outputs, given, async_op=True).wait()
+        agree.equal(torch.stack(outputs), torch.arange(float(SIZE)).repeat_interleave(5).view(SIZE, 5))
+    group = dist.group.WORLD.communicator.intra
+    call = group.plans["all_gather", None, torch.float32, 0]
+    if not fast_path.takes_calls() or group.shared is None:
+        pytest.skip("no machine code for these calls here")
+    found = [
+        call.find(given, received, call, group, None) is call
+        for received in (outputs, [given] * SIZE, [*outputs[1:], torch.zeros(5).int()], [*outputs, outputs[0]])
+    ]
+    agree.equal(found, [True, False, False, False])

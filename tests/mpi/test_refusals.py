@@ -84,6 +84,17 @@ CASES = {
     "out of another dtype": (lambda: mpi.allreduce(ONES, ONES.double()), errors.DtypeError, "float64"),
     "out no tensor": (lambda: mpi.allreduce(ONES, [0.0]), errors.DtypeError, "list"),
     "unknown backend": (lambda: mpi.allreduce(ONES, backend="tcp"), errors.BackendUnavailableError, "mpi"),
+    "backend of another type": (
+        lambda: mpi.allreduce(ONES, backend=[]),
+        errors.BackendUnavailableError,
+        "'[]' is unknown",
+    ),
+    "of a list": (lambda: mpi.allreduce_many([ONES], backend=[]), errors.BackendUnavailableError, "'[]' is unknown"),
+    "in the background": (
+        lambda: mpi.allgather_async(ONES, backend={}),
+        errors.BackendUnavailableError,
+        "'{}' is unknown",
+    ),
     "for GPUs only": (lambda: mpi.allreduce(ONES, backend="nccl"), errors.BackendUnavailableError, "CUDA tensors only"),
     "unknown level": (lambda: mpi.allreduce(ONES, comm=99), errors.CommunicatorError, "from 0 to"),
     "communicator of another kind": (lambda: mpi.allreduce(ONES, comm="world"), errors.CommunicatorError, "mpi.group("),

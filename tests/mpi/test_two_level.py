@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi import errors
 from torchmpi.collectives import exchange
 from torchmpi.config import Config
 from torchmpi.session import runtime
@@ -60,6 +62,29 @@ def hosts(request, nothing_else_runs) -> Iterator[list[list[int]]]:
     start(placement, pipeline_bytes=40_000)
     yield hosts_of(placement)
     mpi.stop()
+
+
+def test_a_group_takes_what_the_last_one_of_its_ranks_has_left(agree, hosts):
+    """A rank that has left free() must not clear memory that the others of its host still read."""
+    used = []
+    for number in range(6):
+        with mpi.group(range(SIZE)) as comm:
+            group = comm.intra
+            used.append([id(part.comm) for part in (group, group.intra_host, group.inter_host) if part is not None])
+            if number % SIZE == RANK:
+                time.sleep(0.002)
+            for numel in NUMELS:
+                total = mpi.allreduce(torch.full((numel,), float(RANK + number)), comm=comm)
+                agree.equal(total, torch.full((numel,), float(sum(range(SIZE)) + number * SIZE)))
+    agree.equal(used, [used[0]] * len(used), "other communicators")
+    for _ in range(20):
+        mpi.group(range(SIZE)).free()
+    with mpi.group(range(SIZE)) as comm:
+        agree.raises(errors.MismatchError, lambda: mpi.allreduce(torch.ones(3 + RANK), comm=comm))
+        failed = comm.intra.comm
+    with mpi.group(range(SIZE)) as comm:
+        agree(comm.intra.comm is not failed, "MPI may have messages of the call that has failed")
+        agree.equal(mpi.allreduce(1, comm=comm), SIZE)
 
 
 def test_groups_within_and_across_hosts(agree, hosts):

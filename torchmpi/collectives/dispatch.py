@@ -48,6 +48,8 @@ def call(
     """Run a collective, and let the fast path run the next equal call."""
     if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
         op = other_names.operation(op)
+    if not (backend is None or type(backend) is str):
+        backend = str(backend)  # which no backend has as its name, if this is no string
     running = runtime.running
     if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
         communicator = running.communicators.default
@@ -90,6 +92,7 @@ def submit(
     if begun is not None:
         return begun
     op, spec, finish = other_names.operation(op), SPECS[collective], None
+    backend = None if backend is None else str(backend)
     communicator = runtime.communicator(comm)
     group = communicator.intra
     if type(tensor) is not _Tensor and tensor is not None:

@@ -143,6 +143,7 @@ def tensor_lists(
         ArgumentError: A tensor cannot be sent, or the operation does not support its dtype.
     """
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
+    backend = None if backend is None else str(backend)
     for tensor in tensors:
         is_direct = buffers.is_plain(tensor) or buffers.is_plain_on_gpu(tensor)
         if not is_direct:

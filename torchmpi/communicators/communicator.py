@@ -7,7 +7,6 @@ from typing import Literal, NoReturn
 
 from ..errors import CommunicatorError
 from . import splits
-from .conditions import sum_of_all
 from .group import Group
 
 _FAILURE = 1 << 32  # more than messages on their way
@@ -174,7 +173,7 @@ class Communicator:
             call_queue.drain()
         group.finish_messages()
         failures = _FAILURE if group.call_log.last_aborted else 0  # after which MPI may have messages of the group
-        balance = group.call_action("free", lambda: sum_of_all(group.comm, group.messages.value + failures))
+        (balance,) = group.call_exchange("free", lambda: group.reduce([group.messages.value + failures], "sum"))
         group.free(together=balance == 0)
 
     def __enter__(self) -> Communicator:

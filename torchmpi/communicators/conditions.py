@@ -7,8 +7,9 @@ import hashlib
 import os
 import pickle
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -33,35 +34,37 @@ def on_all(comm: Any, condition: object) -> bool:
     return bool(least[0])
 
 
-def common(comm: Any, *numbers: int | None) -> list[int | None]:
+Reduce = Callable[[list[int], Literal["min", "sum"]], list[int]]
+"""Returns the least of each of some numbers over the ranks, or the sum. Collective."""
+
+
+_REDUCE: dict[str, Callable[[Iterable[int]], int]] = {"min": min, "sum": sum}
+
+
+def reduce_by_mpi(comm: Any, numbers: list[int], op: Literal["min", "sum"]) -> list[int]:
+    """Return the least of each of some numbers over the ranks, or the sum. Collective."""
+    if not hasattr(comm, "Allreduce"):
+        return list(map(_REDUCE[op], zip(*comm.allgather(numbers), strict=True)))
+    from mpi4py import MPI
+
+    reduced = np.array(numbers, np.int64)
+    comm.Allreduce(MPI.IN_PLACE, reduced, getattr(MPI, op.upper()))
+    result: list[int] = reduced.tolist()
+    return result
+
+
+def common(reduce: Reduce, *numbers: int | None) -> list[int | None]:
     """Return each number if all ranks that do not pass None pass the same one, else None. Collective.
 
     Gathering the numbers as Python objects would cost time and memory on each rank for every rank of the job.
     """
-    if not hasattr(comm, "Allreduce"):
-        passed = [{*each} - {None} for each in zip(*comm.allgather(numbers), strict=True)]
-        return [each.pop() if len(each) == 1 else None for each in passed]
-    from mpi4py import MPI
-
-    least = np.array([(_MOST, _MOST) if each is None else (each, -each) for each in numbers], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
-    return [low if low == -high else None for low, high in least.tolist()]
-
-
-def sum_of_all(comm: Any, number: int) -> int:
-    """Return the sum of the numbers of all ranks. Collective."""
-    if not hasattr(comm, "Allreduce"):
-        return sum(comm.allgather(number))
-    from mpi4py import MPI
-
-    total = np.array([number], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, total, MPI.SUM)
-    return int(total[0])
+    least = reduce([_MOST if each is None else sign * each for each in numbers for sign in (1, -1)], "min")
+    return [low if low == -high else None for low, high in zip(least[::2], least[1::2], strict=True)]
 
 
 def gather_unless_equal(comm: Any, value: Any) -> list[Any]:
     """Return the values of all ranks, whose texts are gathered only if they are not all the same. Collective."""
-    (is_equal,) = common(comm, digest(value))
+    (is_equal,) = common(partial(reduce_by_mpi, comm), digest(value))
     return list(comm.allgather(value)) if is_equal is None else [value] * comm.size
 
 

@@ -12,10 +12,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 
 from ..errors import MismatchError, RankLostError, StallError, TorchMPIError, TransportError
 from ..log import logger
@@ -28,13 +29,13 @@ from .call_codes import call_code, call_names
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, how_it_left
 from .call_queue import CallQueue, ShownTask
-from .conditions import broadcast_short, on_all
+from .conditions import broadcast_short, on_all, reduce_by_mpi
 from .flight_record import OF_MESSAGES, FlightRecord, Ring, as_ranges
 from .handle import Handle
 from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
 from .observed_calls import ObservedCall, describe
-from .plan import Plan
+from .plan import Plan, Run
 from .release import FreedGroup, FreedGroups, MessageCounter, register, retire
 from .status_board import StatusBoard
 
@@ -130,7 +131,7 @@ class Group:
             self.status_board = _board(self)
         else:
             self._retirement_key, self.side_comm = freed.key, freed.side_comm
-            self.status_board = StatusBoard(freed.segment, self.size)
+            self.status_board = None if freed.segment is None else StatusBoard(freed.segment, self.size)
         self.messages = MessageCounter()
         self.plans: dict[Hashable, Any] = {}
         self.checking = _how_to_check(self, context.check if check is None else check)
@@ -157,7 +158,7 @@ class Group:
         self._compared, self.even_seq = 0, -1
         self.scattered: tuple[int, tuple[tuple[int, ...], Any] | None] = -1, None
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
-        self.intra_host, self.inter_host = _split_by_host(self)
+        self.intra_host, self.inter_host = _split_by_host(self, freed)
         context.groups.append(self)
         logger.debug("communicator %s of ranks %s, compared by %s", name, as_ranges(world_ranks), self.checking)
 
@@ -176,6 +177,27 @@ class Group:
             return action()
 
         result: T = self.call(Plan(collective, call_code(collective), run))
+        return result
+
+    def call_exchange(self, collective: str, action: Callable[[], T]) -> T:
+        """Run `action`, which calls :meth:`reduce` first, as a call that the ranks compare."""
+        result: T = self.call(Plan(collective, call_code(collective), lambda *_: action()))
+        return result
+
+    def reduce(self, numbers: list[int], op: Literal["min", "sum"]) -> list[int]:
+        """Return the least of each of some numbers over the ranks, or the sum; part of a call, which this compares.
+
+        Over hosts the numbers are in the messages of the comparison.
+        """
+        if not self.is_strict:
+            self.announce()
+            return reduce_by_mpi(self.comm, numbers, op)
+        run: Run | None = self.plans.get(("reduce", op))
+        if run is None:
+            run = self.plans["reduce", op] = self.context.make_reduction(self, op)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        run(tensor, None, 0)
+        result: list[int] = tensor.tolist()
         return result
 
     def perform(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
@@ -403,6 +425,13 @@ class Group:
         `together`: no rank still uses the group, no call has failed, and all messages have been received, so the next
         group of the same ranks may have the communicators of MPI, or they are freed at once.
         """
+        is_known = self.status_board is not None or not getattr(self.comm, "has_unique_context", False)
+        keeps = together and self.size <= _MOST_KEPT_RANKS and is_known
+        if kept := self._end(together=together, keeps=keeps):
+            self.context.freed.keep(kept)
+
+    def _end(self, *, together: bool, keeps: bool) -> FreedGroup | None:
+        """End the use of the group, and return what is kept of it."""
         self.finish_messages()
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
@@ -414,9 +443,10 @@ class Group:
             fast_path.forget(self, self.communicator)
         else:
             self.forget_plans()
-        for part in (self.inter_host, self.intra_host):
-            if part is not None:
-                part.free(together=together)
+        inter, intra = (
+            None if part is None else part._end(together=together, keeps=keeps)
+            for part in (self.inter_host, self.intra_host)
+        )
         self.context.groups.remove(self)
         self.call_log.close()
         self.context.call_counts.free(self.call_log)
@@ -424,10 +454,9 @@ class Group:
             self.context.flight_record.free(self.call_log.ring, self.call_log.seq)
             for ring in self.channels.close():
                 self.context.flight_record.free(ring)
-        if self.status_board is not None and together and self.size <= _MOST_KEPT_RANKS:
-            segment = self.status_board.release()
-            self.context.freed.keep(FreedGroup(self._retirement_key, segment, self.comm, self.side_comm))
-            return
+        if keeps:
+            segment = None if self.status_board is None else self.status_board.release()
+            return FreedGroup(self._retirement_key, segment, self.comm, self.side_comm, self.call_log.seq, intra, inter)
         if self.status_board is not None:
             self.status_board.close()
         if together:
@@ -435,6 +464,7 @@ class Group:
             self.comm.Free()
         else:
             retire(self._retirement_key, self.messages, self.side_comm, self.comm)
+        return None
 
 
 class GroupContext:
@@ -471,6 +501,8 @@ class GroupContext:
         """Whether several threads may call MPI at the same time."""
         self.make_comparison: Callable[[Group], Comparison] | None = None
         """Makes the comparison of a strict group, when there are backends."""
+        self.make_reduction: Callable[[Group, Literal["min", "sum"]], Run]
+        """Makes the operation that reduces some numbers over the ranks of a strict group, and compares the call."""
         self.exit_field = 0
         """The field EXITED of the status block of this rank, also for ranks of other hosts."""
         self.failure = ""
@@ -526,8 +558,10 @@ def bytes_of(tensors: Any) -> int:
     return getattr(tensors, "nbytes", 0)
 
 
-def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
+def _split_by_host(group: Group, freed: FreedGroup | None) -> tuple[Group | None, Group | None]:
     """Return `Group.intra_host` and `Group.inter_host`, on which hierarchical collectives run. Collective.
+
+    They have the communicators and the memory that those of `freed` had, if it is given.
 
     These groups are not split again: all ranks of one are on the same host, all ranks of the other on different hosts.
     """
@@ -536,15 +570,20 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
         return None, None
     member = split.members[group.rank]
     intra = inter = None
-    comm = group.comm.Split(member.group if len(member.intra) > 1 else undefined, group.rank)
+    old_intra, old_inter = (None, None) if freed is None else (freed.intra, freed.inter)
+    if freed is None:
+        comm = group.comm.Split(member.group if len(member.intra) > 1 else undefined, group.rank)
     if len(member.intra) > 1:
         members = tuple(ranks[rank] for rank in member.intra)
-        intra = Group(comm, f"{group.name} on one host", members, group.context, is_step=True)
-    comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
+        within = comm if old_intra is None else old_intra.comm
+        intra = Group(within, f"{group.name} on one host", members, group.context, is_step=True, freed=old_intra)
+    if freed is None:
+        comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
     if member.inter is not None:
-        members = tuple(ranks[rank] for rank in member.inter)
+        members, name = tuple(ranks[rank] for rank in member.inter), f"{group.name} across hosts"
+        between = comm if old_inter is None else old_inter.comm
         # The ranks have compared the call of which this is a step.
-        inter = Group(comm, f"{group.name} across hosts", members, group.context, check="off", is_step=True)
+        inter = Group(between, name, members, group.context, check="off", is_step=True, freed=old_inter)
     return intra, inter
 
 

@@ -11,7 +11,6 @@ from ..errors import ArgumentError, MismatchError
 from .communicator import Communicator, NullCommunicator
 from .conditions import common, digest
 from .group import Group
-from .status_board import StatusBoard
 
 
 class _Request(NamedTuple):
@@ -29,7 +28,7 @@ def make(parent: Group, ranks: Iterable[int], name: str | None) -> Communicator 
     """
     # Arguments are checked after the exchange only: all ranks raise, or none.
     request = _request(ranks, name)
-    requests, made = parent.call_action("group", partial(_make, parent, request))
+    requests, made = parent.call_exchange("group", partial(_make, parent, request))
     if made is None:
         _refuse(parent, request, requests)
     return made
@@ -49,10 +48,10 @@ def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicato
     members = tuple(parent.world_ranks[rank] for rank in ranks) if ranks is not None and is_valid else ()
     freed = context.freed.take(members)
     if freed is not None:  # before all ranks have compared what they have, so that none begins earlier
-        StatusBoard(freed.segment, len(members)).clear(members.index(parent.world_ranks[parent.rank]))
+        freed.clear()
     number = None if ranks is None or parent.rank not in ranks else 0 if freed is None else freed.number
     # Only requests that differ are gathered: a long list for each rank would take much memory in a large job.
-    known, taken = common(parent.comm, digest(request), number)
+    known, taken = common(parent.reduce, digest(request), number)
     if freed is not None and (known is None or not taken):
         freed.close()
         freed = None

@@ -17,10 +17,12 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..shared_memory.segments import Segment
-from .conditions import on_all
+from .conditions import on_all, sleep_until
+from .status_board import StatusBoard
 
 _MOST_FREED = 4
 Key = tuple[tuple[int, ...], int]
@@ -107,20 +109,38 @@ class FreedGroup(NamedTuple):
 
     key: Key
     """Of the communicators."""
-    segment: Segment
-    """The shared memory."""
+    segment: Segment | None
+    """The shared memory; None if the ranks have none."""
     comm: Any
     side_comm: Any
+    last: int
+    """The number of its last call."""
+    intra: FreedGroup | None
+    inter: FreedGroup | None
+    """Those of the groups within the host and between hosts, if this rank is in them."""
 
     @property
     def number(self) -> int:
         """A number that is the same on all ranks of the group, above 0, and differs from those of others."""
-        return 1 + zlib.crc32(repr(self.segment.ticket).encode())
+        return 1 + zlib.crc32(repr((self.key, None if self.segment is None else self.segment.ticket)).encode())
+
+    def clear(self) -> None:
+        """Clear what this rank has left in shared memory, when no rank reads it for the last call any more."""
+        for part in self._parts():
+            if part.segment is not None:
+                board = StatusBoard(part.segment, part.comm.size)
+                sleep_until(partial(board.has_been_left, part.last))
+                board.clear(part.comm.rank)
 
     def close(self) -> None:
         """Unmap the memory, and free the communicators as soon as all ranks do."""
-        self.segment.close()
-        retire(self.key, MessageCounter(), self.side_comm, self.comm)
+        for part in self._parts():
+            if part.segment is not None:
+                part.segment.close()
+            retire(part.key, MessageCounter(), part.side_comm, part.comm)
+
+    def _parts(self) -> list[FreedGroup]:
+        return [part for part in (self.inter, self.intra, self) if part is not None]
 
 
 class FreedGroups:

@@ -79,6 +79,15 @@ class StatusBoard:
         data = self.segment.memory[end - _NOTE_BYTES : end].rstrip(b"\0")
         return json.loads(data[8:]) if data and data[:8] == b"%08x" % zlib.crc32(data[8:]) else None
 
+    def has_been_left(self, seq: int) -> bool:
+        """Return whether all ranks have left a call that all have entered; some may have cleared their blocks since."""
+        return all(
+            [
+                self.get(rank, Block.entered) != seq or self.get(rank, Block.left) >= seq
+                for rank in range(self.num_blocks)
+            ]
+        )
+
     def clear(self, rank: int) -> None:
         """Remove what the last group has left of a rank: its block, and how far the messages of its rings had got."""
         start = rank * BLOCK_BYTES

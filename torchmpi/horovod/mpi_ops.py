@@ -72,7 +72,7 @@ class NamedReduction(NamedOperation):
         if op == Adasum:
             _start_reduction(work, op, comm).wait()
         elif len(work) == 1:
-            collectives.allreduce(work[0], None, native_op(op, work[0]), comm)
+            collectives.allreduce(work[0], op=native_op(op, work[0]), comm=comm)
         else:
             for each, some in _by_op(work, op).items():
                 collectives.allreduce_many(some, op=each, comm=comm)

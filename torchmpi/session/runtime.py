@@ -31,6 +31,7 @@ from ..communicators.flight_record import FlightRecord, as_ranges
 from ..communicators.group import Comparison, Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
+from ..communicators.plan import Run
 from ..config import Config
 from ..errors import (
     AlreadyStartedError,
@@ -126,6 +127,7 @@ class Runtime:
         self.failures.watch({rank: probe.process for rank, probe in processes.items()})
         self.selector = Selector(self._backends(processes), self.world, self.config)
         self.context.make_comparison = self._comparison
+        self.context.make_reduction = self._reduction
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
         self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
@@ -228,6 +230,11 @@ class Runtime:
         from ..backends.call_comparison import CallComparison
 
         return CallComparison(group, shared=self.selector.backends["shm"], network=self.selector.network)
+
+    def _reduction(self, group: Group, op: str) -> Run:
+        """Return the operation that reduces numbers over the ranks of a group."""
+        operation, _ = self.selector.bind(group, "allreduce", torch.int64, op, "cpu")
+        return operation.run
 
     def _load_tuning(self, hosts: Sequence[int], *, num_ranks: int, num_cores: int) -> None:
         self.context.is_crowded = num_ranks > num_cores
