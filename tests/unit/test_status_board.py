@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchmpi.communicators import release
 from torchmpi.communicators.rank_status import LastCall, RankStatus, await_answers
 from torchmpi.communicators.status_board import BoardQuestion, StatusBoard
 from torchmpi.shared_memory import memory_layout as layout
@@ -13,7 +14,9 @@ from torchmpi.shared_memory.memory_layout import BLOCK_BYTES, TEXT_START_BYTES, 
 
 
 def board(size: int) -> StatusBoard:
-    return StatusBoard(SimpleNamespace(memory=bytearray(size * BLOCK_BYTES), close=lambda: None), size)  # type: ignore
+    num_bytes = size * BLOCK_BYTES + layout.rings_bytes(size)
+    ticket = SimpleNamespace(num_bytes=num_bytes)
+    return StatusBoard(SimpleNamespace(memory=bytearray(num_bytes), ticket=ticket, close=lambda: None), size)  # type: ignore
 
 
 def status_with(num_groups: int, num_recent: int = 0, line: str = "at train.py:7") -> RankStatus:
@@ -87,3 +90,16 @@ def test_the_parts_of_a_block_lie_beside_each_other_in_cache_lines_of_their_own(
     assert sum(map(len, lines.values())) == len(set().union(*lines.values()))
     assert layout.Block.ready < layout.Block.reduced < layout.Block.kept < layout.Block.unread < layout.Block.ring
     assert layout.Entry.FIELDS * layout.FIELD_BYTES % 128 == 0 and TEXT_START_BYTES < BLOCK_BYTES
+
+
+def test_a_group_is_not_used_again_if_a_rank_was_lost_in_its_last_call(monkeypatch):
+    monkeypatch.setattr(release, "_LEAVE_SECONDS", 0.0)
+    shared = board(2)
+    comm = SimpleNamespace(rank=0, size=2)
+    freed = release.FreedGroup(((0, 1), 0), shared.segment, comm, comm, 5, None, None)
+    for rank, left in ((0, 5), (1, 4)):
+        shared.set(rank, Block.entered, 5)
+        shared.set(rank, Block.left, left)
+    assert not freed.clear() and shared.get(0, Block.entered) == 5
+    shared.set(1, Block.left, 5)
+    assert freed.clear() and (shared.get(0, Block.entered), shared.get(1, Block.entered)) == (0, 5)

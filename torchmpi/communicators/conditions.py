@@ -104,12 +104,18 @@ def from_rank_0(rank: int, broadcast: Callable[[Any], Any], action: Callable[[],
     return result
 
 
-def sleep_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true; sleep between checks, first for 20 us and at most for 1 ms."""
-    seconds = _MIN_SLEEP_SECONDS
+def sleep_until(condition: Callable[[], bool], limit: float = float("inf")) -> bool:
+    """Wait until a condition is true, at most `limit` seconds, and return whether it is.
+
+    The checks are 20 us apart at first and later 1 ms.
+    """
+    seconds, end = _MIN_SLEEP_SECONDS, time.monotonic() + limit
     while not condition():
+        if time.monotonic() > end:
+            return False
         time.sleep(seconds)
         seconds = min(1.25 * seconds, _MAX_SLEEP_SECONDS)
+    return True
 
 
 class Alarm:

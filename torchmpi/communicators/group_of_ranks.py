@@ -47,8 +47,9 @@ def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicato
     is_valid = ranks is not None and not _problem(ranks, parent.size)
     members = tuple(parent.world_ranks[rank] for rank in ranks) if ranks is not None and is_valid else ()
     freed = context.freed.take(members)
-    if freed is not None:  # before all ranks have compared what they have, so that none begins earlier
-        freed.clear()
+    if freed is not None and not freed.clear():  # before all ranks have compared what they have: none begins earlier
+        freed.close()
+        freed = None
     number = None if ranks is None or parent.rank not in ranks else 0 if freed is None else freed.number
     # Only requests that differ are gathered: a long list for each rank would take much memory in a large job.
     known, taken = common(parent.reduce, digest(request), number)

@@ -25,6 +25,8 @@ from .conditions import on_all, sleep_until
 from .status_board import StatusBoard
 
 _MOST_FREED = 4
+_LEAVE_SECONDS = 10.0
+"""How long a rank waits for others that have ended their last call of a group, but may not have left it."""
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
 
@@ -124,13 +126,18 @@ class FreedGroup(NamedTuple):
         """A number that is the same on all ranks of the group, above 0, and differs from those of others."""
         return 1 + zlib.crc32(repr((self.key, None if self.segment is None else self.segment.ticket)).encode())
 
-    def clear(self) -> None:
-        """Clear what this rank has left in shared memory, when no rank reads it for the last call any more."""
+    def clear(self) -> bool:
+        """Clear what this rank has left in shared memory, when no rank reads it for the last call any more.
+
+        Returns False if that takes too long: a rank may have been lost in its last call.
+        """
         for part in self._parts():
             if part.segment is not None:
                 board = StatusBoard(part.segment, part.comm.size)
-                sleep_until(partial(board.has_been_left, part.last))
+                if not sleep_until(partial(board.has_been_left, part.last), _LEAVE_SECONDS):
+                    return False
                 board.clear(part.comm.rank)
+        return True
 
     def close(self) -> None:
         """Unmap the memory, and free the communicators as soon as all ranks do."""
