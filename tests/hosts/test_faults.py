@@ -123,7 +123,7 @@ def test_a_stopped_host_is_a_stall_and_goes_on(start: Start):
         if (rank, number) == (2, "STOP"):
             time.sleep(3 * LIMIT)
     assert job.processes().keys() == {"h0", "h1"}, job.output()
-    assert re.search(r"has waited \d+ s in \w+\(float32 \[", job.messages(0)), job.output()
+    assert re.search(r"has waited \d+ s in \w+\((float32 \[|root=0)", job.messages(0)), job.output()
     assert "rank 2 does not reply: it is stopped" in job.messages(0), job.output()
     assert "rank 3 cannot be asked, since rank 2 does not reply" in job.messages(0), job.output()
     assert "on one host" not in job.output() and "across hosts" not in job.output(), "steps are not reported"
