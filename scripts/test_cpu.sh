@@ -15,7 +15,7 @@ its CPU, and one line of sums; the status is 0 only if nothing failed. Full logs
 
 Tests come in three tiers; the times are those of two free cores, once the environments have been made:
 
-  seconds  pytest                        75 seconds: logic, kernels, the model of the protocol; in an environment of .venv
+  seconds  pytest                        a minute: logic, kernels, the model of the protocol; in an environment of .venv
   minutes  scripts/test_cpu.sh --quick   under 3 minutes: core tests on 1, 2 and 3 ranks, some jobs
   all      scripts/test_cpu.sh           about 12 minutes
 
