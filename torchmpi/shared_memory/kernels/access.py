@@ -34,6 +34,8 @@ from .records import (
     Transfer,
 )
 
+_LINE_BYTES = 64
+
 
 @inner
 def group_of(call: KernelCall) -> GroupRecord:
@@ -220,3 +222,9 @@ def outcome(group: GroupRecord, status):
         if group.violated_check != 0:
             return VIOLATION + group.rank
     return status
+
+
+@inner
+def whole_lines(num_bytes):
+    """Return a length in whole cache lines, so that what comes next begins at one."""
+    return (num_bytes + _LINE_BYTES - 1) & -_LINE_BYTES

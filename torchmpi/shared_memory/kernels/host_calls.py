@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..compiler.compilation import inner, kernel
 from ..memory_layout import CALL_NUMBER_BITS, FIELD_BYTES, RECORD_IS_NUMBER, WITH_COMPARISON
 from ..typed_records import Words
-from .access import group_of, part_at, set_receive, set_send
+from .access import group_of, part_at, set_receive, set_send, whole_lines
 from .intrinsics import call_isend, call_test, copy, give_way, load_acquire, now, reduce, sleep, store_release
 from .logged_calls import (
     FIRST_HASH,
@@ -684,12 +684,6 @@ def host_at(hosts: Hosts, index):
 
 
 @inner
-def room_of(num_bytes):
-    """Return the length of the memory for a block, so that the next one begins at a cache line."""
-    return (num_bytes + 63) // 64 * 64
-
-
-@inner
 def begin_parts(call: KernelCall):
     """Note that all ranks have arrived, and that messages follow."""
     call.hosts.long.waited = now() + call.hosts.call_log.waited
@@ -777,8 +771,8 @@ def reduce_long(call: KernelCall, seq, number, source, num_rows, row_bytes, targ
     if hosts.widen:
         convert(hosts, hosts.widen, memory, source, num_bytes, call.item_bytes)
         source, row_bytes = memory, as_sent(call, row_bytes)
-        memory += room_of(as_sent(call, num_bytes))
-    own_bytes, room = own_length(group, num_rows, row_bytes), room_of(part_length(call, num_rows, row_bytes, 0))
+        memory += whole_lines(as_sent(call, num_bytes))
+    own_bytes, room = own_length(group, num_rows, row_bytes), whole_lines(part_length(call, num_rows, row_bytes, 0))
     for index in range(hosts.num_hosts):
         if index == 1 and status == 0:
             status = compare(long, seq, number)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from ..compiler.compilation import inner, kernel
 from ..memory_layout import FOR_ARRIVALS, FOR_ROOM, MessageRing
+from .access import whole_lines
 from .copying import copy_past
 from .fast_path_code import begin_call, data, dim, is_free, num_dims, plain_numel
 from .intrinsics import (
@@ -58,7 +59,6 @@ from .records import (
     MpiMessage,
 )
 
-_LINE_BYTES = 64
 _MOST_PART_BYTES = 64 << 10
 _LEAST_BYPASSING = 16 << 10
 _NO_LIMIT = 1 << 62
@@ -95,12 +95,6 @@ def get(ring: MessageRing, capacity, position, target, num_bytes):
     copy(target, ring.data + offset, first)
     copy(target + first, ring.data + 0, num_bytes - first)
     return 0
-
-
-@inner
-def whole_lines(position):
-    """Return where the next message begins."""
-    return (position + _LINE_BYTES - 1) & -_LINE_BYTES
 
 
 @inner
