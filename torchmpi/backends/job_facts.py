@@ -66,12 +66,15 @@ class Agreeing(Protocol):
 
 def make_backends(job: JobFacts) -> dict[str, Backend]:
     """Make all backends. Collective."""
-    made: dict[str, Backend] = {}
-    for row in BACKENDS.values():
-        module = importlib.import_module(f".{row.module}", __package__)
-        made[row.name] = job.backend(getattr(module, row.class_name))
+    made: dict[str, Backend] = {name: job.backend(kind) for name, kind in load_backends().items()}
     agree(job.world, made)
     return made
+
+
+def load_backends() -> dict[str, Any]:
+    """Import the modules of all backends, and return their classes by name."""
+    modules = {row: importlib.import_module(f".{row.module}", __package__) for row in BACKENDS.values()}
+    return {row.name: getattr(module, row.class_name) for row, module in modules.items()}
 
 
 def agree(world: Any, backends: Mapping[str, Backend]) -> None:

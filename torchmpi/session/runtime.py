@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import os
 import socket
@@ -20,7 +21,7 @@ from .._version import __version__
 from ..backends import saved_tables
 from ..backends.base import Backend
 from ..backends.gpus import Devices, ipc_key
-from ..backends.job_facts import JobFacts, make_backends
+from ..backends.job_facts import JobFacts, load_backends, make_backends
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
@@ -406,10 +407,12 @@ class Runtime:
 
 
 def _prepare_spare() -> None:
-    """Do what takes seconds the first time: a spare rank has them, and the others will wait for it."""
+    """Do what takes time the first time: a rank that waits has it, and the others will wait for this rank."""
     with suppress(Exception):  # start() reports it
         kernels.load()
+        load_backends()
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler of torch
+    gc.collect()  # a collection soon after start() would look at all objects of torch
 
 
 @refuses_keywords

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from .stand_in import StandIn
 
 _AGREEMENT_SECONDS = 60.0
 _MOST_RANKS = 1 << 10
+_ORDER_LOOK_SECONDS = 0.002
 
 
 class Newcomer(StandIn):
@@ -39,7 +41,9 @@ class Newcomer(StandIn):
             own = own_place(listener)
             store.write(f"newcomer {number}", newcomer_store.Offer(number, list(own), nonce))
             while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
-                time.sleep(newcomer_store.LOOK_SECONDS)
+                # The others wait from their first connection on. It may come before the rank with the order has written.
+                if select.select([listener], [], [], newcomer_store.LOOK_SECONDS)[0]:
+                    time.sleep(_ORDER_LOOK_SECONDS)
             met = meeting.meet(
                 number, newcomer_store.proof(nonce), [listener], {}, order["members"],
                 timeout_seconds=newcomer_store.MEETING_SECONDS,
