@@ -238,8 +238,9 @@ watch() {
     while sleep 20 && kill -0 $$ 2>/dev/null; do
         for suite in "$state"/*.begun; do
             process=$(<"$suite") suite=$(basename "$suite" .begun)
+            [ ! -e "$state/$suite.cpu" ] || continue # another process may have the number of a suite that has ended
             if ! kill -0 "$process" 2>/dev/null; then
-                [ -e "$state/$suite.cpu" ] || echo 0 >"$state/$suite.cpu" # it was killed
+                echo 0 >"$state/$suite.cpu" # it was killed
             elif [ $(($(date +%s) - $(latest "$suite"))) -gt $silence_limit ]; then
                 : >"$state/$suite.silent"
                 kill -INT "$process"

@@ -142,14 +142,14 @@ def warm_python() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
-    """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
+    """``launch(n, ["script.py", ...], timeout=400, env={}) -> Result``.
 
     Ranks are forks of a process that has imported torchmpi.
     ``timeout -k`` is necessary because a hung mpirun may ignore SIGTERM.
     """
 
     def run(
-        n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
+        n: int, arguments: Sequence[str | Path], *, timeout: float = 400, env: Mapping[str, str] | None = None
     ) -> Result:
         failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *warm_python, *map(str, arguments)]
@@ -192,7 +192,7 @@ def alone(warm_python: list[str]) -> Launch:
             ],
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=400,
             env=job_environment(search_path(path) | environment),
             stdin=subprocess.DEVNULL,
         )

@@ -340,7 +340,7 @@ def test_the_job_ends_with_the_command(warm_python, tmp_path, number, status):
         assert time.monotonic() < limit and process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=400)
     assert process.returncode == status and "Traceback" not in errors, errors
     child = int((tmp_path / "child").read_text())
     with pytest.raises(ProcessLookupError):

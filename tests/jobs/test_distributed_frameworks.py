@@ -61,7 +61,7 @@ dist.destroy_process_group()
 
 
 def check(job, script: str, num_ranks: int = 2, **options: object) -> None:
-    result = job(num_ranks, textwrap.dedent(COMMON + script), timeout=180, **options)
+    result = job(num_ranks, textwrap.dedent(COMMON + script), **options)
     assert result.returncode == 0, result.output
     for rank in range(num_ranks):
         assert f"rank {rank} on torchmpi: like one process" in result.stdout, result.output
@@ -89,7 +89,7 @@ def skip_without(package: str) -> None:
 def test_lightning_runs_unchanged(launch):
     """Under mpirun, without addresses. The program compares its parameters with those of one process."""
     skip_without("lightning")
-    result = launch(2, [PROGRAMS / "lightning_trainer.py"], timeout=180, env=UNCHANGED)
+    result = launch(2, [PROGRAMS / "lightning_trainer.py"], env=UNCHANGED)
     assert result.returncode == 0, result.output
     assert result.stdout.count(": lightning_trainer like one process") == 2, result.output
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
@@ -102,7 +102,7 @@ def test_transformers_run_unchanged(job):
     divided = [str(Path(__file__).parents[2] / "examples" / "llm" / "tp_transformers.py")]
     divided += ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
     commands = [divided, [str(PROGRAMS / "trainer.py")]]
-    result = job(2, IN_TURN.replace("COMMANDS", repr(commands)), timeout=180, env=UNCHANGED)
+    result = job(2, IN_TURN.replace("COMMANDS", repr(commands)), env=UNCHANGED)
     assert result.returncode == 0, result.output
     assert "2 ranks: the logits of one process" in result.stdout, result.output
     assert result.stdout.count(": trainer like one process") == 2, result.output
@@ -117,7 +117,7 @@ def test_accelerate_launch_with_a_configuration_file(mpirun, warm_python, tmp_pa
     config = f"--config_file={PROGRAMS / 'accelerate.yaml'}"
     program = [*warm_python, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
     environment = job_environment(UNCHANGED | search_path())
-    result = subprocess.run(program, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    result = subprocess.run(program, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(": accelerate_ddp like one process") == 2, result.stdout + result.stderr
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.stdout + result.stderr

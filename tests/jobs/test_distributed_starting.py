@@ -23,7 +23,7 @@ def cold(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "default", "-c", code],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=400,
         env=job_environment(environment),
     )
 
@@ -175,7 +175,7 @@ if __name__ == "__main__":
         print([each.exitcode for each in processes])
 """)
     command = [*warm_python, str(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90, env=job_environment({}))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=job_environment({}))
     assert (result.returncode, result.stdout) == (0, "[0, 0]\n[7, 7]\n"), result.stdout + result.stderr
     assert "ends the job" not in result.stderr, result.stderr
 

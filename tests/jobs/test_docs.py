@@ -118,7 +118,7 @@ def run(launch, folder: Path, blocks: list[dict[str, object]]):
     script, data = folder / "driver.py", folder / "blocks.json"
     script.write_text(DRIVER)
     data.write_text(json.dumps(blocks))
-    return launch(2, [script, data], timeout=150)
+    return launch(2, [script, data])
 
 
 @pytest.fixture(scope="module")

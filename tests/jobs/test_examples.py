@@ -84,7 +84,7 @@ def test_accuracy(example, name, n):
 
 def test_digits_of_scikit_learn(launch):
     """Without --data; the other jobs read the same images from files."""
-    result = launch(2, [EXAMPLES / "mnist_allreduce.py", "--cpu"], timeout=120)
+    result = launch(2, [EXAMPLES / "mnist_allreduce.py", "--cpu"])
     assert result.returncode == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "data: scikit-learn digits, 1437 training and 360 test images of 8x8"
@@ -164,7 +164,7 @@ def test_engine_resumes_in_the_middle_of_an_epoch(launch, tmp_path, digits, asyn
     records = []
     for step, more in (("whole", []), ("resumed", ["--resume"])):
         path = tmp_path / f"{step}.json"
-        result = launch(2, [EXAMPLES / "mnist_engine.py", *options, "--json", path, *more], timeout=120)
+        result = launch(2, [EXAMPLES / "mnist_engine.py", *options, "--json", path, *more])
         assert result.returncode == 0, result.output
         records.append(json.loads(path.read_text()))
         printed = [line for line in result.stdout.splitlines() if line.startswith("epoch ")]
@@ -180,7 +180,7 @@ def test_engine_shows_progress_on_rank_0(example):
 def test_mnist_files(launch, tmp_path):
     write_mnist(tmp_path, 1000)
     options = ["--cpu", "--data", tmp_path, "--epochs", "10", "--assert-accuracy", "0.9"]
-    result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options], timeout=120)
+    result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options])
     assert result.returncode == 0, result.output
     assert "800 training and 200 test images (only the t10k files are there" in result.stdout
 

@@ -175,9 +175,15 @@ if rank == 1:
 
 def test_a_failed_thread_of_torchmpi_ends_the_job(failing):
     """Regression: the thread ended silently, and its queued calls never ended."""
-    code = """
-if rank == 1: mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
-else: mpi.allreduce(torch.ones(3))
+    # Rank 1 does not wait for the call: it would run it, and end, in its main thread.
+    code = f"""
+begun = __file__ + ".begun"
+if rank == 1:
+    mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
+    open(begun, "w").close()
+    time.sleep({LIMIT_SECONDS})
+while not os.path.exists(begun): time.sleep(0.01)
+mpi.allreduce(torch.ones(3))
 mpi.allreduce_async(torch.ones(3)).wait()
 """
     result = failing(code, n=2, env={"TORCHMPI_REPORT": "/nowhere/report.json"})
@@ -275,7 +281,7 @@ threading.Thread(target=interrupt, args=(mpi.communicator().intra.call_log.seq,)
 mpi.allreduce(torch.ones(3), backend={backend!r})
 """
     result = failing(code, n=2)
-    first, _ = lines_of_ours(result)
+    first = lines_of_ours(result)[0]
     assert re.search(r"rank 1 was interrupted .* It was at .*job.py:\d+ in <module>: mpi.allreduce", first), (
         result.output
     )

@@ -36,7 +36,7 @@ def failed(command: str, folder: Path) -> str:
     environment = job_environment(search_path())
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
     environment |= {"PYTEST_ADDOPTS": "-p helpers.failures --color=no -q", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode != 0, done.stdout
     return done.stdout
 

@@ -43,7 +43,7 @@ print("total", total.item(), flush=True)
 """
     script = tmp_path_factory.mktemp("forks") / "job.py"
     script.write_text(code)
-    return launch(2, [script], timeout=60)
+    return launch(2, [script])
 
 
 def test_a_forked_process_is_no_rank_and_ends_quietly(after_forks):
@@ -99,7 +99,7 @@ if __name__ == "__main__":
     print("total", sum(torch.utils.data.DataLoader(Squares(False), num_workers=1)).item(), mpi.allreduce(1), flush=True)
     mpi.stop()
 """
-    result = job(2, code, timeout=120)
+    result = job(2, code)
     assert result.returncode == 0, result.output
     refused = [f"refused {method}" for method in ("fork", "fork", "spawn", "forkserver")]
     assert [line for line in result.stdout.splitlines() if "fork" in line or "spawn" in line] == refused, result.output

@@ -45,7 +45,7 @@ def first(launch, tmp_path_factory):
     env = CHECKED | {"NUMBA_CACHE_DIR": str(folder / "cache"), "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHMPI_TEST_COLD", "1")
-        result = launch(3, [folder / "job.py"], env=env | {"TORCHMPI_LOG": "info"}, timeout=120)
+        result = launch(3, [folder / "job.py"], env=env | {"TORCHMPI_LOG": "info"})
     return result, folder / "cache"
 
 
@@ -89,7 +89,7 @@ print("right", flush=True)
 def compile_for_a_server(job, first, tmp_path, start: str, *, num_compilers: int) -> int:
     """Run a job of two ranks; return the number of parts of the parameter server that it leaves in the cache."""
     shutil.copytree(first[1], tmp_path / "cache")
-    result = job(2, start + SERVER, env=CHECKED | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120)
+    result = job(2, start + SERVER, env=CHECKED | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})
     assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
     assert result.stdout.count("compiled") >= num_compilers and NONE not in result.stderr, result.output
     return len(list((tmp_path / "cache").glob("torchmpi_sharding_*.native")))

@@ -120,7 +120,7 @@ def test_data_parallel_sharded_and_tensor_parallel_training_are_the_same(launch)
     for num_ranks, parallel in ((2, "ddp"), (2, "fsdp"), (4, "tp")):
         # The same seed gives other weights where the CPU has AVX-512.
         options = [f"--parallel={parallel}", "--steps=10", "--batch-size=8", "--tokens=2", "--assert-loss=6"]
-        result = launch(num_ranks, [EXAMPLES / "parallel_gpt.py", *options], env=ONE_THREAD, timeout=180)
+        result = launch(num_ranks, [EXAMPLES / "parallel_gpt.py", *options], env=ONE_THREAD)
         assert result.returncode == 0, result.output
         assert "Warning" not in result.stderr, result.output
         outputs.append(result.stdout)

@@ -27,7 +27,7 @@ def test_the_notebook_trains_and_shows_a_failure(warm_python, tmp_path, monkeypa
     # `torchmpi run` and its ranks are forks of a process that has imported torchmpi.
     first = [f"--IPKernelApp.exec_lines=import sys; sys.executable = {warm.executable(warm_python)!r}"]
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources, extra_arguments=first).execute()
+    NotebookClient(notebook, timeout=400, kernel_name="python3", resources=resources, extra_arguments=first).execute()
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     _, collective, _, training, plot, failing = code

@@ -213,26 +213,6 @@ mpi.stop()
     assert len(taken) == 3 and max(taken) < 0.5, result.output
 
 
-def test_no_tensor_outlives_its_call(job):
-    """Regression: the watchdog read the stacks at each check, which keeps the variables of functions that end then."""
-    code = """
-import weakref
-longest, held = 0.0, 0
-for _ in range(500):
-    begin = time.monotonic()
-    tensor = torch.ones(3000)
-    reference = weakref.ref(tensor)
-    mpi.allreduce_async(tensor).wait()
-    del tensor
-    mpi.allreduce_async(torch.ones(1)).wait()  # the thread of the call queue has released the call before
-    held += reference() is not None
-    longest = max(longest, time.monotonic() - begin)
-print(f"held {held if longest < 1 else 0}", flush=True)  # stacks are read in calls that wait for a second
-"""
-    result = job(2, START + code, env={"TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.0005"})
-    assert result.returncode == 0 and result.stdout.count("held 0\n") == 2, result.output
-
-
 @pytest.mark.quick
 @any_mpi
 def test_more_ranks_than_cores_finish(job):
@@ -245,7 +225,7 @@ for number in range(200):
 print("right", flush=True)
 mpi.stop()
 """
-    result = job(8, START + code, timeout=120)
+    result = job(8, START + code)
     assert result.returncode == 0 and result.stdout.count("right") == 8, result.output
 
 

@@ -16,7 +16,7 @@ def test_all_methods_reach_the_target(launch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
     files = ["--json", tmp_path / "curves.json", "--plot", tmp_path / "curves.png"]
     options = ["--target", "0.3", "--steps", "160", "--period", "8", "--overlap", "4", "--seeds", "1"]
-    result = launch(2, [SCRIPT, *options, *files], timeout=150)
+    result = launch(2, [SCRIPT, *options, *files])
     assert result.returncode == 0, result.output
     runs = json.loads((tmp_path / "curves.json").read_text())
     assert len(runs) == 12 and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

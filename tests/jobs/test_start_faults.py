@@ -38,7 +38,7 @@ try:
 finally:
     print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()), flush=True)
 """
-    result = job(2, RANK + code, timeout=60, env={"TORCHMPI_METRICS_SECONDS": "none"})
+    result = job(2, RANK + code, env={"TORCHMPI_METRICS_SECONDS": "none"})
     assert "TORCHMPI_METRICS_SECONDS='none' is not a valid float" in result.stderr, result.output
     paths = re.findall(r"/dev/shm/\S+", result.stdout)
     assert paths and [path for path in paths if Path(path).exists()] == [], result.output
@@ -91,7 +91,7 @@ if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # a
 assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", {flags}, b"{options}") == 0
 mpi.start()
 """
-    result = job(2, RANK + code, timeout=60)
+    result = job(2, RANK + code)
     if "not permitted" in result.stderr:
         pytest.skip("no namespaces of mounts: needs root")
     assert problem in result.stderr and "--shm-size=1g" in result.stderr, result.output

@@ -14,7 +14,7 @@ any_mpi = pytest.mark.any_mpi
 
 def cold(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=job_environment(environment)
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, env=job_environment(environment)
     )
 
 

@@ -107,7 +107,7 @@ def test_distributed_sgd(launch):
 def test_resnet(launch, tmp_path):
     record, chart = tmp_path / "resnet.json", tmp_path / "resnet.png"
     options = ["--steps", "12", "--batch-size", "8", "--threads", "1", "--json", record, "--plot", chart]
-    lines = lines_of(launch(2, [EXAMPLES / "resnet.py", *TINY, *options], timeout=120))
+    lines = lines_of(launch(2, [EXAMPLES / "resnet.py", *TINY, *options]))
     first, last = re.search(r"^tiny, 21,716 parameters, loss (\S+) to (\S+)$", "\n".join(lines), re.M).groups()
     assert float(last) < float(first)
     (run,) = json.loads(record.read_text())["runs"].values()

@@ -35,7 +35,7 @@ def run(python: list[str], arguments: list[object], folder: Path, **options: obj
             stdin=stdin,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
             cwd=folder,
             env=job_environment({"A": "ä"}),
             **options,

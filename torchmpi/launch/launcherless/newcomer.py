@@ -41,7 +41,7 @@ class Newcomer(StandIn):
             own = own_place(listener)
             store.write(f"newcomer {number}", newcomer_store.Offer(number, list(own), nonce))
             while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
-                # The others wait from their first connection on. It may come before the rank with the order has written.
+                # The others wait from their first connection on, which may come before the order.
                 if select.select([listener], [], [], newcomer_store.LOOK_SECONDS)[0]:
                     time.sleep(_ORDER_LOOK_SECONDS)
             met = meeting.meet(
