@@ -65,7 +65,12 @@ class Survivors:
     @property
     def is_agreed(self) -> bool:
         """Whether no rank has been lost since the ranks have agreed."""
-        return not self._lost.keys() & set(self.members)
+        return not self.lost_members
+
+    @property
+    def lost_members(self) -> list[int]:
+        """Those of the ranks that have agreed last which have been lost since."""
+        return [rank for rank in self.members if rank in self._lost]
 
     @property
     def remaining(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ...log import log_fatal
 from ...timeline import observer
@@ -491,17 +490,16 @@ class Endpoint:
         elif is_new:
             self._revoke(self.survivors.last_reason)
 
-    def agree(self, timeout_seconds: float, reach: Callable[[int, Any], object]) -> tuple[int, ...]:
+    def agree(self, timeout_seconds: float, before_telling: Callable[[], object]) -> tuple[int, ...]:
         """Return the ranks that remain, when all of them have called this with the same view. Calls work again then.
 
-        `reach` connects to a newcomer by :meth:`add`, or notes that it is lost.
+        `before_telling` is called when the view has changed: it connects to newcomers by :meth:`add`.
         """
         survivors = self.survivors
         assert survivors is not None
 
         def tell() -> None:
-            for rank, place in survivors.unreached().items():
-                reach(rank, place)
+            before_telling()
             self._tell_lost()
 
         members = survivors.agree(tell, timeout_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from .stand_in import StandIn
 _AGREEMENT_SECONDS = 60.0
 _MOST_RANKS = 1 << 10
 _ORDER_LOOK_SECONDS = 0.002
+_LOST_LOOK_SECONDS = 1.0
 
 
 class Newcomer(StandIn):
@@ -44,20 +46,23 @@ class Newcomer(StandIn):
                 # The others wait from their first connection on, which may come before the order.
                 if select.select([listener], [], [], newcomer_store.LOOK_SECONDS)[0]:
                     time.sleep(_ORDER_LOOK_SECONDS)
-            met = meeting.meet(
-                number, newcomer_store.proof(nonce), [listener], {}, order["members"],
-                timeout_seconds=newcomer_store.MEETING_SECONDS,
-            )  # fmt: skip
+            key, limit = newcomer_store.proof(nonce), time.monotonic() + newcomer_store.MEETING_SECONDS
+            sockets: dict[int, socket.socket] = {}
+            members = absent = {*order["members"]}
+            while absent and time.monotonic() < limit:
+                met = meeting.meet(number, key, [listener], {}, absent, timeout_seconds=_LOST_LOOK_SECONDS)
+                sockets |= met.sockets
+                absent = met.absent - {*(store.read(newcomer_store.lost(number)) or ())}
         places = {rank: Place(*each) for rank, each in order["places"]} | {number: own}
         hosts = [places[rank].host if rank in places else "" for rank in range(number + 1)]
-        for sock in met.sockets.values():
+        for sock in sockets.values():
             set_options(sock)
         networks = {rank: place.network for rank, place in places.items()}
         survivors = Survivors.joining(number, networks, order["members"], order["view"].encode())
-        for rank in met.absent:
+        for rank in members - sockets.keys():
             survivors.note(rank, f"rank {rank} has not connected to a new rank")
         # With the survivors, since the others send what they know at once.
-        endpoint = Endpoint(number, hosts, met.sockets, order["eager_seconds"], survivors)
+        endpoint = Endpoint(number, hosts, sockets, order["eager_seconds"], survivors)
         self._is_connected = self.is_newcomer = True
         super().__init__(endpoint, places)
         self.num_wanted = order["num_wanted"]

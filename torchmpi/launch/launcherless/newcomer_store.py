@@ -72,6 +72,11 @@ def respawning_store(store: c10d.Store) -> c10d.Store:
     return c10d.PrefixStore("torchmpi respawn", store)
 
 
+def lost(number: int) -> str:
+    """Return the name of the entry with the ranks that have been lost while a new one joins."""
+    return f"lost {number}"
+
+
 def joined(number: int) -> str:
     """Return the name of the entry of a new rank that has joined the others."""
     return f"joined {number}"

@@ -325,7 +325,7 @@ class StandIn(Continuing):
 
     def agree(self, timeout_seconds: float) -> None:
         self.begin()
-        members = self._endpoint.agree(timeout_seconds, self._reach)
+        members = self._endpoint.agree(timeout_seconds, self._meet_newcomers)
         self._found = None
         self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
         if respawning.limit() and self._newcomers is None:
@@ -361,9 +361,17 @@ class StandIn(Continuing):
         self._endpoint.end_calls("a new rank is ready to join")
         return self.loss
 
-    def _reach(self, rank: int, found: Sequence[Any]) -> None:
+    def _meet_newcomers(self) -> None:
+        """Connect to new ranks, and let the one that joins know who is lost, and will not connect to it."""
+        survivors = self.begin()
+        for rank, found in survivors.unreached().items():
+            self._reach(rank, newcomer_store.Offer(*found))
+        if self._found is not None and self._newcomers is not None and not survivors.is_agreed:
+            self._newcomers.store.write(newcomer_store.lost(self._found.rank), survivors.lost_members)
+
+    def _reach(self, rank: int, offer: newcomer_store.Offer) -> None:
         """Connect to a new rank, or note that it is lost."""
-        survivors, offer = self.begin(), newcomer_store.Offer(*found)
+        survivors = self.begin()
         place = Place(*offer.place)
         try:
             sock = newcomer_store.reach(self._endpoint.rank, offer)
