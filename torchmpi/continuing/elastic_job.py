@@ -181,7 +181,7 @@ def elastic(
     Example:
         ::
 
-            mpi.start(config=mpi.Config(on_lost_rank="raise"))
+            mpi.start()  # torchmpi run --on-lost-rank continue
 
             @mpi.elastic(model=model, optimizer=optimizer, step=0)
             def train(job):

@@ -67,7 +67,7 @@ class AllReduceSGDEngine(SGDEngine):
                 `validate` is not a function.
 
         Example:
-            mpi.start(config=mpi.Config(on_lost_rank="raise"))
+            mpi.start()  # torchmpi run --on-lost-rank continue
             engine = AllReduceSGDEngine()
             engine.recover(every=20)
             engine.train(

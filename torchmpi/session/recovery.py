@@ -51,18 +51,21 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
     Example:
         ::
 
-            mpi.start(config=mpi.Config(on_lost_rank="raise"))
-            step = 0
+            mpi.start()  # torchmpi run --on-lost-rank continue
+            step, is_lost = 0, False
             while step < 1000:
                 try:
+                    if is_lost:  # here, since another rank may be lost meanwhile
+                        states = model.state_dict(), optimizer.state_dict()
+                        step, (weights, moments) = mpi.broadcast_object((step, states))
+                        model.load_state_dict(weights)
+                        optimizer.load_state_dict(moments)
+                        is_lost = False
                     train(model, optimizer, data[step][mpi.rank() :: mpi.size()])
                     step += 1
                 except mpi.RankLostError:
                     mpi.recover()
-                    states = model.state_dict(), optimizer.state_dict()
-                    step, (weights, moments) = mpi.broadcast_object((step, states))
-                    model.load_state_dict(weights)
-                    optimizer.load_state_dict(moments)
+                    is_lost = True
     """
     global _recovered_seconds
     old = runtime.current()
