@@ -529,10 +529,15 @@ class GroupContext:
         is_elsewhere = isinstance(error, TorchMPIError) and error.reason_is_elsewhere
         if not (is_elsewhere or isinstance(error, (self.MPI.Exception, TransportError, StallError))):
             return None
+        loss = self.await_loss()
+        return RankLostError(f"{loss}. Continue with recover().") if loss else None
+
+    def await_loss(self) -> str:
+        """Return `loss`, which may become known a moment after its consequences."""
         limit = time.monotonic() + _NOTICE_SECONDS
         while not self.loss and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
-        return RankLostError(f"{self.loss}. Continue with recover().") if self.loss else None
+        return self.loss
 
     def finish_collectives(self) -> None:
         """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""

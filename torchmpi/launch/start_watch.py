@@ -20,7 +20,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..log import log_fatal, logger
 from ..status_line import StatusLine, quiet_seconds, telling
-from . import launcher, mpi_library
+from . import launcher, mpi_library, respawning
 
 _PERIOD_SECONDS = 0.5
 # The ranks of a host divide the work of reading /proc, which takes longer the more of them there are.
@@ -197,6 +197,8 @@ def _rank_of(pid: int, job: str | None = None) -> int | None:
     entries = files.text_of(f"/proc/{pid}/environ").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     if job is not None and environment.get("PMIX_NAMESPACE") != job:
+        return None
+    if respawning.NEWCOMER_VARIABLE in environment:  # the number of the rank that it replaces is there too
         return None
     found = launcher.detect(environment)
     # In a Slurm job, the daemon of mpirun is itself a task of srun.

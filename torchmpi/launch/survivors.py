@@ -68,6 +68,11 @@ class Survivors:
         return not self.lost_members
 
     @property
+    def newcomers(self) -> list[int]:
+        """The newcomers to which this rank is connected, and on which the ranks have not agreed yet."""
+        return [rank for rank in self._reached if rank not in self._lost]
+
+    @property
     def lost_members(self) -> list[int]:
         """Those of the ranks that have agreed last which have been lost since."""
         return [rank for rank in self.members if rank in self._lost]
@@ -75,7 +80,7 @@ class Survivors:
     @property
     def remaining(self) -> tuple[int, ...]:
         """The ranks that have agreed last, and newcomers, without those that have been lost since."""
-        return tuple(rank for rank in (*self.members, *sorted(self._reached)) if rank not in self._lost)
+        return (*(rank for rank in self.members if rank not in self._lost), *sorted(self.newcomers))
 
     def note(self, rank: int, reason: str) -> bool:
         """Note that a rank is lost; return whether that is new."""

@@ -73,6 +73,7 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
         handled = sys.exc_info()[1]
         if isinstance(handled, RankLostError) and handled.seconds < _recovered_seconds:
             return tuple(range(old.world.size))
+    if not is_rank_lost():
         raise ArgumentError(
             f"rank {old.world.rank}: recover() without a lost rank. It is for the program to call after a "
             "RankLostError, which calls raise with the setting on_lost_rank='raise'."
@@ -124,7 +125,9 @@ def is_rank_lost() -> bool:
     if not runtime.is_running():
         return False
     context = runtime.current().context
-    return context.raises_lost_ranks and bool(context.loss or mpi_library.loss_behind_error())
+    if context.raises_lost_ranks and not context.loss and mpi_library.loss_behind_error():
+        context.await_loss()
+    return context.raises_lost_ranks and bool(context.loss)
 
 
 def confirm() -> bool:

@@ -432,14 +432,13 @@ class Endpoint:
                 hopeless.append(arrival.receive)
             elif arrival is not None and arrival in self._arrived[arrival.context]:
                 self._arrived[arrival.context].remove(arrival)
+        survivors, is_over = self.survivors, self._is_ending or bool(self.problem)
+        if survivors is not None and not is_over and survivors.note(link.peer, problem) and not left:
+            self._revoke(problem)  # before a call fails: its caller asks whether a rank is lost
         for receive in hopeless:
             receive.complete(problem)
-        if self.survivors is not None:
-            if not (self._is_ending or self.problem) and self.survivors.note(link.peer, problem) and not left:
-                self._revoke(problem)
-            return
         tell = self.on_loss  # another thread may reset it
-        if tell is not None and not (left or self._is_ending):
+        if survivors is None and tell is not None and not (left or self._is_ending):
             tell(link.peer, problem)
 
     # --- continuing without lost ranks

@@ -17,9 +17,7 @@ from .endpoint import Endpoint
 from .mesh import Place, own_place, set_options
 from .stand_in import StandIn
 
-_AGREEMENT_SECONDS = 60.0
 _MOST_RANKS = 1 << 10
-_ORDER_LOOK_SECONDS = 0.002
 _LOST_LOOK_SECONDS = 1.0
 
 
@@ -42,11 +40,13 @@ class Newcomer(StandIn):
         with meeting.listen_nearby(_MOST_RANKS) as listener:
             own = own_place(listener)
             store.write(f"newcomer {number}", newcomer_store.Offer(number, list(own), nonce))
-            while (order := store.read(f"join {number}")) is None:  # the launcher ends this process if none comes
-                # The others wait from their first connection on, which may come before the order.
-                if select.select([listener], [], [], newcomer_store.LOOK_SECONDS)[0]:
-                    time.sleep(_ORDER_LOOK_SECONDS)
-            key, limit = newcomer_store.proof(nonce), time.monotonic() + newcomer_store.MEETING_SECONDS
+            # Each rank writes it before it connects, and waits then. The launcher ends this process if none does.
+            order, is_called = None, False
+            while order is None:
+                time.sleep(newcomer_store.LOOK_SECONDS if is_called else 0.0)  # by a stranger
+                is_called = bool(select.select([listener], [], [], newcomer_store.LOOK_SECONDS)[0])
+                order = store.read(newcomer_store.order(number))
+            key, limit = newcomer_store.proof(nonce), time.monotonic() + order["timeout_seconds"]
             sockets: dict[int, socket.socket] = {}
             members = absent = {*order["members"]}
             while absent and time.monotonic() < limit:
@@ -66,7 +66,7 @@ class Newcomer(StandIn):
         self._is_connected = self.is_newcomer = True
         super().__init__(endpoint, places)
         self.num_wanted = order["num_wanted"]
-        self.agree(_AGREEMENT_SECONDS)
+        self.agree(order["timeout_seconds"])
         if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
             sys.exit(0)
         store.write(newcomer_store.joined(number), True)

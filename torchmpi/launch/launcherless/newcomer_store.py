@@ -20,7 +20,6 @@ from .. import launcher, meeting, respawning, tcp_store
 from .mesh import Place, set_options
 
 _TIMEOUT = timedelta(minutes=5)
-MEETING_SECONDS = 10.0
 LOOK_SECONDS = 0.1
 
 
@@ -72,6 +71,11 @@ def respawning_store(store: c10d.Store) -> c10d.Store:
     return c10d.PrefixStore("torchmpi respawn", store)
 
 
+def order(number: int) -> str:
+    """Return the name of the entry with what a new rank needs to join the others."""
+    return f"join {number}"
+
+
 def lost(number: int) -> str:
     """Return the name of the entry with the ranks that have been lost while a new one joins."""
     return f"lost {number}"
@@ -87,14 +91,14 @@ def proof(nonce: str) -> bytes:
     return hmac.digest(launcher.job_key(), bytes.fromhex(nonce), "sha256")
 
 
-def reach(own_rank: int, offer: Offer) -> socket.socket:
+def reach(own_rank: int, offer: Offer, timeout_seconds: float) -> socket.socket:
     """Return a connection to a new rank, which accepts those of all ranks.
 
     Raises:
         OSError: It cannot be reached.
     """
     target = {offer.rank: "\0" + Place(*offer.place).unix_name}
-    met = meeting.meet(own_rank, proof(offer.nonce), [], target, (), timeout_seconds=MEETING_SECONDS)
+    met = meeting.meet(own_rank, proof(offer.nonce), [], target, (), timeout_seconds=timeout_seconds)
     if met.unreachable:
         raise met.unreachable[offer.rank]
     sock = met.sockets[offer.rank]

@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ... import _version
@@ -325,7 +326,7 @@ class StandIn(Continuing):
 
     def agree(self, timeout_seconds: float) -> None:
         self.begin()
-        members = self._endpoint.agree(timeout_seconds, self._meet_newcomers)
+        members = self._endpoint.agree(timeout_seconds, partial(self._meet_newcomers, timeout_seconds))
         self._found = None
         self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
         if respawning.limit() and self._newcomers is None:
@@ -348,33 +349,38 @@ class StandIn(Continuing):
         survivors, found = self.begin(), self._found
         assert found is not None
         survivors.offer(found.rank, found)
-        if self.COMM_WORLD.rank == 0:
-            assert self._newcomers is not None
-            order = {
-                "members": survivors.members,
-                "places": [(rank, self._places[rank]) for rank in survivors.members],
-                "view": survivors.own_view().decode(),
-                "num_wanted": self.num_wanted,
-                "eager_seconds": self._endpoint.eager_seconds,
-            }
-            self._newcomers.store.write(f"join {found.rank}", order)
         self._endpoint.end_calls("a new rank is ready to join")
         return self.loss
 
-    def _meet_newcomers(self) -> None:
-        """Connect to new ranks, and let the one that joins know who is lost, and will not connect to it."""
-        survivors = self.begin()
-        for rank, found in survivors.unreached().items():
-            self._reach(rank, newcomer_store.Offer(*found))
-        if self._found is not None and self._newcomers is not None and not survivors.is_agreed:
-            self._newcomers.store.write(newcomer_store.lost(self._found.rank), survivors.lost_members)
+    def _meet_newcomers(self, timeout_seconds: float) -> None:
+        """Connect to new ranks, and let them know who connects, and who is lost and will not.
 
-    def _reach(self, rank: int, offer: newcomer_store.Offer) -> None:
+        Each rank writes this to the store, as any other one may be lost before it does.
+        """
+        survivors = self.begin()
+        if self._newcomers is None:  # this rank is new itself
+            return
+        for rank, found in survivors.unreached().items():
+            order = {
+                "members": survivors.members,
+                "places": [(member, self._places[member]) for member in survivors.members],
+                "view": survivors.own_view().decode(),
+                "num_wanted": self.num_wanted,
+                "eager_seconds": self._endpoint.eager_seconds,
+                "timeout_seconds": timeout_seconds,
+            }
+            self._newcomers.store.write(newcomer_store.order(rank), order)
+            self._reach(rank, newcomer_store.Offer(*found), timeout_seconds / 2)  # the other half is for the agreement
+        if lost := survivors.lost_members:
+            for rank in survivors.newcomers:
+                self._newcomers.store.write(newcomer_store.lost(rank), lost)
+
+    def _reach(self, rank: int, offer: newcomer_store.Offer, timeout_seconds: float) -> None:
         """Connect to a new rank, or note that it is lost."""
         survivors = self.begin()
         place = Place(*offer.place)
         try:
-            sock = newcomer_store.reach(self._endpoint.rank, offer)
+            sock = newcomer_store.reach(self._endpoint.rank, offer, timeout_seconds)
         except OSError as error:
             survivors.note(rank, f"a new rank on host {place.host} cannot be reached: {error}")
             return
