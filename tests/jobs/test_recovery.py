@@ -693,6 +693,25 @@ def test_a_new_rank_does_not_wait_for_one_that_is_lost_while_it_joins(survive):
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 2" for rank in range(2)], result.output
 
 
+@pytest.mark.any_mpi
+def test_a_rank_killed_before_start_is_named_although_another_one_is_in_its_place(tmp_path):
+    """Regression: the others waited for five minutes, as the new process has the number of the killed one too."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, signal
+        import torchmpi as mpi
+        if os.environ["RANK"] == "1" and "TORCHMPI_NEWCOMER" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mpi.start()
+        """)
+    )
+    own = ["-m", "torchmpi", "run", "-n", "3", *WAYS["without MPI"], "--respawns", "1", "--timeout", "100"]
+    result = launched([sys.executable], own, script, ())  # forks of one process are not seen as ranks of the launcher
+    assert result.returncode == 1, result.output
+    assert "rank 1 ended before all ranks had called start()" in result.stderr, result.output
+
+
 def test_a_spare_rank_gets_the_shards_of_the_lost_one(replace, tmp_path):
     """By `init` with the name of the server; an update with servers too, which takes no collective call."""
     code = """

@@ -38,7 +38,7 @@ class Shells:
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
     """Supervision handles signals until the process ends."""
-    numbers = (*supervision._ENDING, *supervision._USER)
+    numbers = (*supervision.ENDING, *supervision._USER)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):

@@ -15,7 +15,7 @@ from types import FrameType
 from ..errors import JobError
 from ..launch import launcher, network, respawning
 from ..log import logger
-from .supervision import TIME_LIMIT_STATUS, GroupSignals, handle_signals
+from .supervision import ENDING, TIME_LIMIT_STATUS, GroupSignals, handle_signals
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _POLL_SECONDS = 0.05
@@ -37,6 +37,10 @@ class SeparateRanks:
         self._command, self._num_ranks, self._respawns = list(command), num_ranks, respawns
         self._processes: list[subprocess.Popen[bytes]] = []
         """First those of the ranks, then those that were started in place of lost ones."""
+        self._slots: list[int] = []
+        """For each process, the rank at the beginning in whose place it is, perhaps after others."""
+        self._is_ending = False
+        """Whether the job ends, because of a signal or a failure, so that no lost rank is replaced."""
         self._key = secrets.token_hex(32)  # others on this host can read and write the store, but not an environment
 
     def run(self, seconds: float | None = None) -> int:
@@ -63,18 +67,18 @@ class SeparateRanks:
         handle_signals(self._pass_on)
         try:
             for rank in range(self._num_ranks):
-                self._processes.append(self._start(rank, address, port))
+                self._start(rank, address, port)
         except OSError as error:
             self._end(self._processes)
             raise JobError(f"{self._command[0]} cannot be started: {error.strerror}.") from error
         limit = None if seconds is None else time.monotonic() + seconds
         running, statuses = list(self._processes), dict[int, int]()
-        new_ranks = newcomer_store.respawning_store(store)
+        new_ranks = newcomer_store.NewcomerStore(store, self._key.encode())
 
         def waits(process: subprocess.Popen[bytes]) -> bool:
             """Return whether a process is a new rank that has not joined the others."""
             index = self._processes.index(process)
-            return index >= self._num_ranks and not new_ranks.check([newcomer_store.joined(index)])
+            return index >= self._num_ranks and not new_ranks.has_joined(index)
 
         failure, failure_limit = "", math.inf
         while running:
@@ -91,12 +95,15 @@ class SeparateRanks:
                     logger.warning("torchmpi run: rank %d %s.", rank, how)
                 if not waits(process):
                     statuses[rank] = status
-                if is_lost and running and len(self._processes) < self._num_ranks + self._respawns:
-                    self._processes.append(self._start(rank % self._num_ranks, address, port, len(self._processes)))
-                    running.append(self._processes[-1])
+                may_replace = not self._is_ending and len(self._processes) < self._num_ranks + self._respawns
+                if is_lost and running and may_replace:
+                    try:
+                        running.append(self._start(self._slots[rank], address, port))
+                    except OSError as error:
+                        logger.warning("torchmpi run: no process can be started in its place: %s.", error.strerror)
                 elif status > 0 and not is_lost and math.isinf(failure_limit):
                     failure_limit = time.monotonic() + _GRACE_SECONDS
-                    failure = f"rank {rank} ended with status {status}"
+                    failure, self._is_ending = f"rank {rank} ended with status {status}", True
             if running and time.monotonic() >= failure_limit:
                 ranks = ", ".join(str(self._processes.index(process)) for process in running)
                 logger.error("torchmpi run: %s. Ranks that still run are terminated: %s.", failure, ranks)
@@ -116,18 +123,22 @@ class SeparateRanks:
             return failed[0]
         return 0 if 0 in statuses.values() else 128 - max(statuses.values())
 
-    def _start(self, rank: int, address: str, port: int, newcomer: int | None = None) -> subprocess.Popen[bytes]:
-        """Start a rank; the number of a `newcomer` is one that no other process of the job has had."""
+    def _start(self, rank: int, address: str, port: int) -> subprocess.Popen[bytes]:
+        """Start a rank, or one in its place, with a number that no other process of the job has had."""
         numbers = dict(zip(_NUMBERS, (rank, self._num_ranks) * 2, strict=True))
         variables = {**_AS_TORCHRUN, "MASTER_ADDR": address, "MASTER_PORT": port, **numbers}
         variables[launcher.JOB_KEY_VARIABLE] = self._key
         if self._respawns:
             variables[respawning.LIMIT_VARIABLE] = self._respawns
-        if newcomer is not None:
-            variables[respawning.NEWCOMER_VARIABLE] = newcomer
-        return subprocess.Popen(self._command, env=os.environ | {name: str(each) for name, each in variables.items()})
+        if (number := len(self._processes)) >= self._num_ranks:
+            variables[respawning.NEWCOMER_VARIABLE] = number
+        environment = os.environ | {name: str(each) for name, each in variables.items()}
+        self._processes.append(process := subprocess.Popen(self._command, env=environment))
+        self._slots.append(rank)
+        return process
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._is_ending |= number in ENDING
         if not self._signals.has_reached_group(number):
             for process in self._processes:
                 process.send_signal(number)

@@ -29,14 +29,14 @@ _ALL_KILLED_STATUS = 128 + signal.SIGKILL
 _ANSWER_SECONDS = 10.0
 _RETURN_SECONDS = 60.0
 _TERMINATION_SECONDS = 10.0
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USER = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _LIBC = ctypes.CDLL(None)
 OnSignal = Callable[[int, FrameType | None], None]
 
 
-def handle_signals(handler: OnSignal, numbers: Sequence[int] = (*_ENDING, *_USER)) -> dict[int, Any]:
+def handle_signals(handler: OnSignal, numbers: Sequence[int] = (*ENDING, *_USER)) -> dict[int, Any]:
     """Install a handler of signals, and return the previous ones. Ignored signals, as with ``nohup``, remain ignored.
 
     The processes that are started ignore them too then.
@@ -53,7 +53,7 @@ class GroupSignals:
     """
 
     def __enter__(self) -> GroupSignals:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             # It ends with this process, however that ends.
             command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
@@ -181,7 +181,7 @@ class Supervisor:
             self._process.wait()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if number in _ENDING:
+        if number in ENDING:
             self._received = number
         if self._process is not None and not self._signals.has_reached_group(number):
             self._process.send_signal(number)

@@ -31,11 +31,19 @@ class Newcomer(StandIn):
     def Is_finalized(self) -> bool:
         return self._is_connected and super().Is_finalized()
 
+    @property
+    def loss(self) -> str:
+        return super().loss if self._is_connected else ""
+
+    @property
+    def is_ending(self) -> bool:  # type: ignore[override]
+        return self._is_connected and super().is_ending
+
     def take_place(self, prepare: Callable[[], object]) -> None:
         if self._is_connected:
             return
         prepare()
-        number, store = self._number, newcomer_store.NewcomerStore()
+        number, store = self._number, newcomer_store.NewcomerStore.of_launcher()
         nonce = secrets.token_hex(meeting.NONCE_BYTES)
         with meeting.listen_nearby(_MOST_RANKS) as listener:
             own = own_place(listener)

@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ... import files
 from ...errors import LaunchError
+from ...log import logger
 from .. import launcher, meeting, respawning, tcp_store
 from .mesh import Place, set_options
 
@@ -36,24 +37,46 @@ class Offer(NamedTuple):
 class NewcomerStore:
     """The entries of newcomers in the store of the launcher, which have the signature of the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: c10d.Store, key: bytes) -> None:
+        """Use the store of the launcher, with the key of the job."""
+        self._store, self._key = c10d.PrefixStore("torchmpi respawn", store), key
+
+    @classmethod
+    def of_launcher(cls) -> NewcomerStore:
+        """Connect to the store of the launcher that has started this rank."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         size = int(os.environ["WORLD_SIZE"])
-        self._store = respawning_store(tcp_store.open_tcp_store(address, port, size, False, _TIMEOUT))
-        self._key = launcher.job_key()
+        return cls(tcp_store.open_tcp_store(address, port, size, False, _TIMEOUT), launcher.job_key())
 
     def write(self, name: str, value: Any) -> None:
         text = json.dumps(value)
         self._store.set(name, json.dumps([text, self._signature(name, text)]))
 
     def read(self, name: str) -> Any:
-        """Return a value; None if it has not been written."""
+        """Return a value; None if it has not been written.
+
+        Raises:
+            LaunchError: Somebody else has written it.
+        """
         if not self._store.check([name]):
             return None
-        text, signature = files.parse_json(self._store.get(name))
-        if not hmac.compare_digest(signature, self._signature(name, text)):
-            raise LaunchError(f"the entry {name!r} of the store is not signed with the key of this job.")
-        return files.parse_json(text)
+        try:
+            text, signature = map(str, files.parse_json(self._store.get(name)))
+            if not hmac.compare_digest(signature.encode(), self._signature(name, text).encode()):
+                raise ValueError("it is not signed with the key of this job")
+            return files.parse_json(text)
+        except (TypeError, ValueError) as error:
+            raise LaunchError(
+                f"the entry {name!r} of the store is not of this job: {error}. Somebody else writes to it: see "
+                "docs/security.md."
+            ) from None
+
+    def has_joined(self, number: int) -> bool:
+        """Return whether a new rank has joined the others."""
+        try:
+            return self.read(joined(number)) is True
+        except LaunchError:
+            return False
 
     def first_offer(self, first: int, known: Collection[int]) -> Offer | None:
         """Return the first new rank that waits; their numbers begin with `first`, and `known` ones have been seen."""
@@ -64,11 +87,6 @@ class NewcomerStore:
 
     def _signature(self, name: str, text: str) -> str:
         return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
-
-
-def respawning_store(store: c10d.Store) -> c10d.Store:
-    """Return the part of the store of the launcher that is for ranks in place of lost ones."""
-    return c10d.PrefixStore("torchmpi respawn", store)
 
 
 def order(number: int) -> str:
@@ -110,14 +128,19 @@ class Watch:
     """Looks for new ranks that wait, in a thread."""
 
     def __init__(self, find: Callable[[NewcomerStore], object]) -> None:
-        self.store, self._find, self._closed = NewcomerStore(), find, threading.Event()
+        self.store, self._find, self._closed = NewcomerStore.of_launcher(), find, threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchmpi new ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        problem = ""
         with contextlib.suppress(RuntimeError):  # of the store: the launcher has ended
             while not self._closed.wait(LOOK_SECONDS):
-                self._find(self.store)
+                try:
+                    self._find(self.store)
+                except LaunchError as error:
+                    if problem != (problem := str(error)):
+                        logger.warning(f"no new rank can join: {problem}")
 
     def close(self) -> None:
         self._closed.set()
