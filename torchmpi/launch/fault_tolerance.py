@@ -342,7 +342,7 @@ class FaultTolerantMPI(Continuing):
         self._thread.join(None if is_whole else _LEAVE_SECONDS)  # its calls after MPI_Finalize would end the process
         if self.COMM_WORLD != self._library.COMM_NULL:
             self._is_whole = self._agrees_to_finalize(is_whole=is_whole)
-            if self.COMM_WORLD.rank == 0:
+            if self.COMM_WORLD.rank == 0 or not self._is_whole:  # rank 0 may be lost
                 for rank in set(self.survivors.remaining) - set(self._places):
                     with contextlib.suppress(self._library.Exception):
                         self._first.send(self._is_whole, rank, _RELEASE_TAG)
