@@ -16,6 +16,8 @@ from helpers.shm_rig import shared
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.call_comparison import MOST_LONG_BYTES
+from torchmpi.backends.compared_calls import ComparedCall
 from torchmpi.backends.number_exchange import most_together
 from torchmpi.backends.rank_order import accumulator_of
 from torchmpi.collective_specs import SPECS
@@ -234,10 +236,11 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
 
 LONG_CALLS: tuple[tuple[str, str, torch.dtype, tuple[int, ...]], ...] = (
     ("reduce_scatter", "avg", torch.bfloat16, (80_001, 3)), ("reduce_scatter", "bxor", torch.int16, (400_001,)),
-    ("reduce_scatter", "sum", torch.float32, (1, 200_000)), ("alltoall", "", torch.float32, (1, 200_000)),
-    ("alltoall", "", torch.float32, (SIZE + 1, 40_000)), ("allgather", "", torch.float32, (100_000, 2)),
+    ("reduce_scatter", "sum", torch.float32, (1, 200_000 // SIZE)), ("reduce_scatter", "sum", torch.int8, (1, 900_000)),
+    ("alltoall", "", torch.float32, (1, 200_000 // SIZE)), ("alltoall", "", torch.float32, (SIZE + 1, 80_000 // SIZE)),
+    ("allgather", "", torch.float32, (100_000, 2)),
 )  # fmt: skip
-"""Rows that do not divide evenly, partial results that are wider, and ranks that get nothing."""
+"""Rows that do not divide evenly, partial results that are wider, ranks that get nothing, and too few rows for that."""
 
 
 @pytest.mark.parametrize(("collective", "op", "dtype", "shape"), LONG_CALLS, ids=str)
@@ -256,6 +259,23 @@ def test_long_calls(agree, placement, collective, op, dtype, shape):
                     found = run(collective, tensor, op, out=out.zero_())
                     agree.bits(found, result, f"shared: {is_shared}, rank {odd} through Python")
             agree.bits(tensor, given[RANK], "the tensor was changed")
+
+
+def test_there_is_memory_for_all_sums_of_long_calls(agree, placement):
+    """Regression: of a tensor of one row, messages were received behind the memory."""
+    group = runtime.current().world
+    plan = ComparedCall(
+        group, group.comparison, "reduce_scatter", torch.float32, "sum", mpi.barrier, message_bytes=MOST_LONG_BYTES
+    )
+    if plan.long_calls is None:
+        pytest.skip("no long calls on these hosts")
+    for num_rows in range(1, SIZE + 1):
+        source = torch.empty(num_rows, MOST_LONG_BYTES // 4 // num_rows)
+        is_long = plan.long_calls.takes(source)
+        agree.equal(is_long, num_rows == SIZE, f"{num_rows} rows")
+        if is_long:
+            last = plan.long_calls._block(source, 2 * len(set(placement)) - 1, 1)
+            agree.equal(last.shape, source[:1].shape, "the last block")
 
 
 Lengths = Callable[[int, int], int]

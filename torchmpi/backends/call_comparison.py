@@ -36,6 +36,15 @@ _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
 
+def long_memory_bytes(num_hosts: int) -> int:
+    """Return the length of the memory for long calls: a tensor, two blocks for each host, and whole cache lines.
+
+    >>> long_memory_bytes(2) - 3 * MOST_LONG_BYTES
+    512
+    """
+    return 3 * MOST_LONG_BYTES + 256 * num_hosts
+
+
 class CallComparison:
     """Three steps: within each host, between the first ranks of the hosts, and within each host again.
 
@@ -96,7 +105,7 @@ class CallComparison:
     @cached_property
     def long_memory(self) -> np.ndarray:
         """Memory of this rank for what long calls send and receive; its pages are used when they are first written."""
-        return np.empty(3 * MOST_LONG_BYTES + 256 * len(self.split.groups), np.uint8)
+        return np.empty(long_memory_bytes(len(self.split.groups)), np.uint8)
 
     @cached_property
     def _compiled(self) -> CompiledSteps | None:

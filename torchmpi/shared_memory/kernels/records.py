@@ -510,7 +510,7 @@ class Hosts(Record):
     long: Pointer[Hosts] = Pointer("Hosts")
     """The comparison in such a call, of which `after` is repeated for further hosts; 0 if there are no such calls."""
     most_long = Word()
-    """Length of the longest tensor of such a call."""
+    """Length of the longest tensor of such a call as it is sent, with as many rows for each rank as for the first."""
     memory = Word()
     """Address of the memory for the sums that are sent and received."""
     algorithm = Word()
