@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -444,6 +447,41 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
             )
             agree.bits(following, result, "the next call")
     agree.equal(requests(), num_requests, "requests")
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_rank_whose_neighbor_has_given_up_does_not_compare_the_calls(agree, placement, is_fast):
+    """Regression: it waited without end for the other ranks, which had raised an error, or had the result."""
+    local = [rank for rank in range(SIZE) if placement[rank] == placement[0]]
+    if len(local) < 2:
+        pytest.skip("needs a host of two ranks")
+    group, error = mpi.group(range(SIZE)), ""
+    call = lambda: mpi.allreduce(torch.ones(6), comm=group)  # noqa: E731
+    with contextlib.nullcontext() if is_fast else through_python():
+        for _ in range(3):
+            call()
+        if local[1] == RANK:
+            steps = group.intra.intra_host
+            last = steps.call_log.seq + 2  # the one after the messages, for which its host waits
+
+            def give_up() -> None:
+                while steps.call_log.current is None or steps.call_log.current[0] < last:
+                    time.sleep(0.001)
+                steps.end_call()
+
+            thread = threading.Thread(target=give_up)
+            thread.start()
+            error = error_of(call)
+            thread.join()
+        for rank in set(range(SIZE)).difference(local):  # late ones
+            if local[1] == RANK:
+                MPI.COMM_WORLD.send(None, rank)
+            elif rank == RANK:
+                MPI.COMM_WORLD.recv(source=local[1])
+        if local[1] != RANK:
+            error = error_of(call)
+    wanted = {local[0]: "MismatchError: .*rank 1 has aborted it", local[1]: "StallError"}.get(RANK, "$")
+    agree(re.match(wanted, error), error)
 
 
 def test_both_paths_leave_the_same_records(agree, placement):
