@@ -328,6 +328,17 @@ def test_parts_of_any_length(agree, placement, lengths):
             agree.bits(received[other], expected[other], f"from {other}, rank {odd} through Python")
 
 
+def test_a_list_of_shared_tensors_keeps_what_has_arrived_before_they_are_mapped(agree, placement):
+    """Regression: Python went on with other memory, without the rows of the host whose turn was the first."""
+    call = TorchCall(runtime.current().communicators.default, "all_gather", None, torch.float32, 0)
+    given = [contract.values((100_000,), torch.float32, rank) for rank in range(SIZE)]
+    for make_given, make in ((torch.clone, torch.clone),) * 2 + ((torch.clone, shared), (shared, shared)):
+        received = [make(torch.zeros_like(each)) for each in given]
+        call.run(make_given(given[RANK]), received)
+        for rank in range(SIZE):
+            agree.bits(received[rank], given[rank], f"rank {rank}")
+
+
 def test_equal_parts_of_long_tensors_through_python(agree, placement):
     """Regression: rows of a tensor are a tuple, which was taken for a tensor."""
     _, given, expected = exchange_of(LENGTHS["equal and long"])
