@@ -237,6 +237,25 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
                     agree.bits(found, result, f"{rows} rows of rank {odd}")
 
 
+@pytest.mark.parametrize("collective", ("allgather", "gather"))
+def test_rows_of_the_result_are_no_source_if_ranks_differ_in_their_number(agree, placement, collective):
+    """Regression: machine code accepts the own rows in their place, and then rows of other lengths went over them."""
+    if SIZE < 3:
+        pytest.skip("needs two ranks with other numbers of rows than the root")
+    even = [contract.values((2, 50), torch.float32, rank) for rank in range(SIZE)]
+    cached(collective, even, None, 1, placement)
+    given = [contract.values((2 + (rank == 0) - (rank == 2), 50), torch.float32, rank) for rank in range(SIZE)]
+    result, tensor, options = expected(collective, given, None, 1, placement), given[RANK], {}
+    if result is not None:
+        options = {"out": torch.zeros_like(result)}
+        if len(tensor) == 2:
+            tensor = options["out"][2 * RANK :][:2].copy_(tensor)
+    found = run(collective, tensor, root=1, **options)
+    if result is not None:
+        agree.bits(found, result, "the result")
+        agree.bits(options["out"], result, "out")
+
+
 LONG_CALLS: tuple[tuple[str, str, torch.dtype, tuple[int, ...]], ...] = (
     ("reduce_scatter", "avg", torch.bfloat16, (80_001, 3)), ("reduce_scatter", "bxor", torch.int16, (400_001,)),
     ("reduce_scatter", "sum", torch.float32, (1, 200_000 // SIZE)), ("reduce_scatter", "sum", torch.int8, (1, 900_000)),

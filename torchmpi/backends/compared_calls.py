@@ -40,6 +40,7 @@ from .mpi_messages import (
     kernel_fields,
     longest_part,
     rows_of,
+    unless_overlapping,
 )
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
@@ -274,6 +275,8 @@ class ComparedCall:
         """Return the result; raise on all ranks if the calls differ, and take the longer way if only lengths do."""
         if not is_equal:
             self.group.refuse_call(self.kind)
+            if not self.has_parts:
+                destination = unless_overlapping(source, destination)
             return self.longer(source, destination, call.root)
         if self.comparison.exchange is None:  # the other hosts have arrived when the result has
             self.group.call_log.count_wait()

@@ -46,6 +46,16 @@ def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | N
     return given
 
 
+def unless_overlapping(source: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a given destination, or None if the source is a row of it: rows of other lengths would go over it.
+
+    >>> result = torch.zeros(4, 2)
+    >>> unless_overlapping(result[1:2], result), unless_overlapping(torch.ones(1, 2), result) is result
+    (None, True)
+    """
+    return None if given is not None and buffers.overlap(source, given) else given
+
+
 def row_counts(group: Group, source: torch.Tensor) -> list[int]:
     """Gather the number of rows of every rank's `source`, unless the comparison has found them equal. Collective."""
     if group.even_seq == group.call_log.seq:
