@@ -154,10 +154,8 @@ class CallComparison:
         `before` and `after` get a function that ends the step which has failed.
         """
         failed = compiled.record.failed_step
-        if failed == STEP_BETWEEN and status == TIMEOUT:
-            self.wait.give_up(self.exchange, compiled)
         if failed == STEP_BETWEEN and status != MISMATCH:
-            raise self.group.context.MPI.Exception(status)
+            self.wait.give_up(status, self.exchange, compiled)
         if failed == STEP_BEFORE:
             return self.run(number, partial(before, partial(compiled.steps[0].settle, status)), between, after)
         ended = partial(after, partial(compiled.steps[1].settle, status)) if failed == STEP_AFTER else _nothing
@@ -231,12 +229,17 @@ class _Wait(GroupResource):
         if self._intra is not None:
             self._intra.end_call(report=self._group.call_log.report_when_late)
 
-    def give_up(self, *memory: object) -> NoReturn:
-        """Raise for a call that has been ended. MPI keeps its messages, which may arrive yet, and so their memory."""
+    def give_up(self, status: int, *memory: object) -> NoReturn:
+        """Raise for a call that has been ended with TIMEOUT, or by an error of MPI.
+
+        MPI keeps its messages, which may arrive yet, and so their memory.
+        """
         self.unfinished = self._group.call_log.seq
         _kept.append(memory)
         self._group.forget_plans()
-        self._group.call_log.expired()
+        if status == TIMEOUT:
+            self._group.call_log.expired()
+        raise self._group.context.MPI.Exception(status)
 
     def check(self) -> None:
         """Raise if an earlier call has been ended: its messages would be taken for those of the next one."""

@@ -516,10 +516,8 @@ class _Frames(ABC):
         if compiled.record.failed_step != records.STEP_PARTS:
             call = self._call(source, destination, root)
             is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
-        elif status == records.TIMEOUT:
-            self._comparison.wait.give_up(compiled, source, destination)
         elif status != records.UNEVEN:
-            raise self._group.context.MPI.Exception(status)
+            self._comparison.wait.give_up(status, compiled, source, destination)
         return self._end(is_equal, source, destination, root)
 
     def _end(self, is_equal: bool, source: Any, destination: Any, root: int) -> Any:

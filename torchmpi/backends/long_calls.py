@@ -126,9 +126,7 @@ class LongCall:
             return self._end(call, True, compiled.record.num_done, partial(compiled.steps[1].settle, status))
         if failed != records.STEP_PARTS:
             return self._end(call, comparison.finish(number, compiled, status, *self._steps(call)))
-        if status == records.TIMEOUT:
-            comparison.wait.give_up(call.source, call.target, compiled, comparison)
-        raise self._group.context.MPI.Exception(status)
+        comparison.wait.give_up(status, call.source, call.target, compiled, comparison)
 
     def _steps(self, call: _Call) -> tuple[Callable[..., object], Callable[..., bool], Callable[..., object]]:
         """Return the three parts of the comparison; in the first and the last one a host may move values."""
