@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -303,11 +306,15 @@ def test_there_is_memory_for_all_sums_of_long_calls(agree, placement):
 
 
 def test_a_group_is_refused_after_an_error_of_mpi(agree, placement, monkeypatch):
-    """Regression: only after a timeout. What has not arrived would be taken for a message of the next call."""
+    """Regressions: only after a timeout. What has not arrived would be taken for a message of the next call.
+
+    And the tensors of a list, for which messages may arrive yet, were freed.
+    """
     if not has_fast_path():
         pytest.skip("no machine code, whose errors these are")
     group, tensor, longer, requests = mpi.group(range(SIZE)), torch.ones(200_000), torch.ones(200_001), []
-    call = lambda: mpi.gather(tensor, comm=group)  # noqa: E731
+    received = [torch.empty_like(tensor) for _ in range(SIZE)] if RANK == 0 else None
+    call = partial(TorchCall(group, "gather", None, torch.float32, 0).run, tensor, received)
     for _ in range(3):
         call()
     if RANK == SIZE - 1:
@@ -318,6 +325,10 @@ def test_a_group_is_refused_after_an_error_of_mpi(agree, placement, monkeypatch)
     elif RANK == 0:
         agree.raises(TransportError, call, "truncated")
         agree.raises(StallError, call, "cannot be used any more")
+        kept = weakref.ref(received[1])
+        del call, received
+        gc.collect()
+        agree(kept() is not None, "a tensor of the list has been freed")
     else:
         call()
     MPI.COMM_WORLD.Barrier()

@@ -235,11 +235,16 @@ class _Wait(GroupResource):
         MPI keeps its messages, which may arrive yet, and so their memory.
         """
         self.unfinished = self._group.call_log.seq
-        _kept.append(memory)
+        self.keep(*memory)
         self._group.forget_plans()
         if status == TIMEOUT:
             self._group.call_log.expired()
         raise self._group.context.MPI.Exception(status)
+
+    def keep(self, *memory: object) -> None:
+        """Keep memory of the current call, if it has been given up."""
+        if self.unfinished == self._group.call_log.seq:
+            _kept.append(memory)
 
     def check(self) -> None:
         """Raise if an earlier call has been ended: its messages would be taken for those of the next one."""
