@@ -26,7 +26,7 @@ from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, CounterFields, LogFields
+from ..shared_memory.memory_layout import WITH_COMPARISON, CounterFields, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
@@ -50,10 +50,6 @@ _KINDS = "collective", "exchange"
 _WITHOUT_ROOT = (1 << 32) - 1
 _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
-_LONG = 1 << CALL_NUMBER_BITS - 1
-"""Added to the number of rows of a long call, which no short one has as its length."""
-_OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
-"""Added to the number of a call that sends frames."""
 _MOST_DIMS = records.DESCRIPTION_BYTES // memory_layout.FIELD_BYTES - records.TensorMessage.shape
 _MOST_VALUES = 1 << 10
 """The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
@@ -252,7 +248,7 @@ class ComparedCall:
         num_rows = rows_of(source)[0] if self.kind and not self.has_parts else 0
         if not self.kind:
             group.announce()
-        elif not self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
+        elif not self.comparison.agree(group.call_number ^ (records.OF_ROWS | num_rows)):
             group.refuse_call(self.kind)
         elif not self.has_parts:
             group.even_seq = group.call_log.seq
@@ -501,7 +497,7 @@ class _Frames(ABC):
         self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
         self._frame_bytes, self._message_bytes = frame_bytes, message_bytes
         self._frames = ComparedCall(
-            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
+            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=records.OF_FRAMES
         )
         with torch.inference_mode(False):
             self._given, self._received = map(torch.from_numpy, plan.comparison.rows_memory)

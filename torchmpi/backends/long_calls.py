@@ -27,13 +27,11 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition
 from .call_comparison import MOST_LONG_BYTES, CallComparison, CompiledSteps, Settle
 from .hierarchical.steps import StepRunner
-from .mpi_messages import PARTS_TAG, rows_of
+from .mpi_messages import Messages, exchange, rows_of
 from .number_exchange import NumberExchange
 from .rank_order import Combiner, PartialResults
 
 _CACHE_LINE = 64
-Messages = list[tuple[int, torch.Tensor]]
-"""Ranks and contiguous tensors."""
 
 
 class _Plan(Protocol):
@@ -239,14 +237,7 @@ class LongCall:
         return [message for message in sent if message[0] != rank], received
 
     def _exchange(self, sent: Messages, received: Messages) -> None:
-        comm, MPI = self._group.comm, self._group.context.MPI
-        begin = [(comm.Irecv, each) for each in received] + [(comm.Isend, each) for each in sent]
-        requests = [
-            call((buffers.as_bytes(MPI, tensor), MPI.BYTE), peer, PARTS_TAG)
-            for call, (peer, tensor) in begin
-            if tensor.numel() > 0
-        ]
-        MPI.Request.Waitall(requests)
+        exchange(self._group, received, sent, self.message_bytes)
 
     def _combine(self, call: _Call) -> None:
         """Combine the sums of all hosts for this rank, in their order, to the result."""

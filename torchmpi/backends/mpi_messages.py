@@ -17,6 +17,8 @@ from ..tensors import buffers, dtypes, partition
 
 Range = tuple[int, int]
 """Offset and length in elements."""
+Messages = list[tuple[int, torch.Tensor]]
+"""Ranks and contiguous tensors."""
 PARTS_TAG = 1
 """The tag of parts that ranks send each other, in Python and by kernels."""
 STATUS_BYTES = 64
@@ -140,6 +142,19 @@ def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:
     return [
         buffers.as_bytes(MPI, flat[begin : begin + numel]) for begin, numel in partition.chunks(flat.numel(), max_numel)
     ]
+
+
+def exchange(group: Group, received: Messages, sent: Messages, message_bytes: int) -> None:
+    """Receive messages from other ranks, and send them some, in pieces of at most `message_bytes`."""
+    MPI, comm = group.context.MPI, group.comm
+    begin = [(comm.Irecv, *each) for each in received] + [(comm.Isend, *each) for each in sent]
+    MPI.Request.Waitall(
+        [
+            call((piece, MPI.BYTE), peer, PARTS_TAG)
+            for call, peer, tensor in begin
+            for piece in messages(MPI, tensor, message_bytes)
+        ]
+    )
 
 
 def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:
