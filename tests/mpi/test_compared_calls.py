@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import re
+import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +22,17 @@ from helpers.shm_rig import shared
 from mpi4py import MPI
 
 import torchmpi as mpi
+from torchmpi.backends.call_comparison import MOST_LONG_BYTES
+from torchmpi.backends.compared_calls import ComparedCall
+from torchmpi.backends.long_calls import LongCall
+from torchmpi.backends.mpi_messages import PARTS_TAG
 from torchmpi.backends.number_exchange import most_together
 from torchmpi.backends.rank_order import accumulator_of
 from torchmpi.collective_specs import SPECS
 from torchmpi.collectives.exchange import PartsExchange
 from torchmpi.config import Config
 from torchmpi.distributed.torch_calls import TorchCall
-from torchmpi.errors import MismatchError
+from torchmpi.errors import MismatchError, StallError, TransportError
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
 from torchmpi.shared_memory.memory_layout import MAX_LOG_DIMS, Block
@@ -232,12 +242,32 @@ def test_ranks_may_have_different_numbers_of_rows(agree, placement, collective):
                     agree.bits(found, result, f"{rows} rows of rank {odd}")
 
 
+@pytest.mark.parametrize("collective", ("allgather", "gather"))
+def test_rows_of_the_result_are_no_source_if_ranks_differ_in_their_number(agree, placement, collective):
+    """Regression: machine code accepts the own rows in their place, and then rows of other lengths went over them."""
+    if SIZE < 3:
+        pytest.skip("needs two ranks with other numbers of rows than the root")
+    even = [contract.values((2, 50), torch.float32, rank) for rank in range(SIZE)]
+    cached(collective, even, None, 1, placement)
+    given = [contract.values((2 + (rank == 0) - (rank == 2), 50), torch.float32, rank) for rank in range(SIZE)]
+    result, tensor, options = expected(collective, given, None, 1, placement), given[RANK], {}
+    if result is not None:
+        options = {"out": torch.zeros_like(result)}
+        if len(tensor) == 2:
+            tensor = options["out"][2 * RANK :][:2].copy_(tensor)
+    found = run(collective, tensor, root=1, **options)
+    if result is not None:
+        agree.bits(found, result, "the result")
+        agree.bits(options["out"], result, "out")
+
+
 LONG_CALLS: tuple[tuple[str, str, torch.dtype, tuple[int, ...]], ...] = (
     ("reduce_scatter", "avg", torch.bfloat16, (80_001, 3)), ("reduce_scatter", "bxor", torch.int16, (400_001,)),
-    ("reduce_scatter", "sum", torch.float32, (1, 200_000)), ("alltoall", "", torch.float32, (1, 200_000)),
-    ("alltoall", "", torch.float32, (SIZE + 1, 40_000)), ("allgather", "", torch.float32, (100_000, 2)),
+    ("reduce_scatter", "sum", torch.float32, (1, 200_000 // SIZE)), ("reduce_scatter", "sum", torch.int8, (1, 300_000)),
+    ("alltoall", "", torch.float32, (1, 200_000 // SIZE)), ("alltoall", "", torch.float32, (SIZE + 1, 80_000 // SIZE)),
+    ("allgather", "", torch.float32, (100_000, 2)),
 )  # fmt: skip
-"""Rows that do not divide evenly, partial results that are wider, and ranks that get nothing."""
+"""Rows that do not divide evenly, partial results that are wider, ranks that get nothing, and too few rows for that."""
 
 
 @pytest.mark.parametrize(("collective", "op", "dtype", "shape"), LONG_CALLS, ids=str)
@@ -256,6 +286,53 @@ def test_long_calls(agree, placement, collective, op, dtype, shape):
                     found = run(collective, tensor, op, out=out.zero_())
                     agree.bits(found, result, f"shared: {is_shared}, rank {odd} through Python")
             agree.bits(tensor, given[RANK], "the tensor was changed")
+
+
+def test_there_is_memory_for_all_sums_of_long_calls(agree, placement):
+    """Regression: of a tensor of one row, messages were received behind the memory."""
+    group = runtime.current().world
+    plan = ComparedCall(
+        group, group.comparison, "reduce_scatter", torch.float32, "sum", mpi.barrier, message_bytes=MOST_LONG_BYTES
+    )
+    if plan.long_calls is None:
+        pytest.skip("no long calls on these hosts")
+    for num_rows in range(1, SIZE + 1):
+        source = torch.empty(num_rows, MOST_LONG_BYTES // 4 // num_rows)
+        is_long = plan.long_calls.takes(source)
+        agree.equal(is_long, num_rows == SIZE, f"{num_rows} rows")
+        if is_long:
+            last = plan.long_calls._block(source, 2 * len(set(placement)) - 1, 1)
+            agree.equal(last.shape, source[:1].shape, "the last block")
+
+
+def test_a_group_is_refused_after_an_error_of_mpi(agree, placement, monkeypatch):
+    """Regressions: only after a timeout. What has not arrived would be taken for a message of the next call.
+
+    And the tensors of a list, for which messages may arrive yet, were freed.
+    """
+    if not has_fast_path():
+        pytest.skip("no machine code, whose errors these are")
+    group, tensor, longer, requests = mpi.group(range(SIZE)), torch.ones(200_000), torch.ones(200_001), []
+    received = [torch.empty_like(tensor) for _ in range(SIZE)] if RANK == 0 else None
+    call = partial(TorchCall(group, "gather", None, torch.float32, 0).run, tensor, received)
+    for _ in range(3):
+        call()
+    if RANK == SIZE - 1:
+        send = lambda *_: requests.append(group.intra.comm.Isend(longer.numpy(), 0, PARTS_TAG))  # noqa: E731
+        monkeypatch.setattr(LongCall, "_exchange", send)
+        with through_python():
+            call()
+    elif RANK == 0:
+        agree.raises(TransportError, call, "truncated")
+        agree.raises(StallError, call, "cannot be used any more")
+        kept = weakref.ref(received[1])
+        del call, received
+        gc.collect()
+        agree(kept() is not None, "a tensor of the list has been freed")
+    else:
+        call()
+    MPI.COMM_WORLD.Barrier()
+    agree.equal(mpi.allreduce(1), SIZE, "another group")
 
 
 Lengths = Callable[[int, int], int]
@@ -303,6 +380,17 @@ def test_parts_of_any_length(agree, placement, lengths):
                 call.run(given, received)
         for other in range(SIZE):
             agree.bits(received[other], expected[other], f"from {other}, rank {odd} through Python")
+
+
+def test_a_list_of_shared_tensors_keeps_what_has_arrived_before_they_are_mapped(agree, placement):
+    """Regression: Python went on with other memory, without the rows of the host whose turn was the first."""
+    call = TorchCall(runtime.current().communicators.default, "all_gather", None, torch.float32, 0)
+    given = [contract.values((100_000,), torch.float32, rank) for rank in range(SIZE)]
+    for make_given, make in ((torch.clone, torch.clone),) * 2 + ((torch.clone, shared), (shared, shared)):
+        received = [make(torch.zeros_like(each)) for each in given]
+        call.run(make_given(given[RANK]), received)
+        for rank in range(SIZE):
+            agree.bits(received[rank], given[rank], f"rank {rank}")
 
 
 def test_equal_parts_of_long_tensors_through_python(agree, placement):
@@ -424,6 +512,41 @@ def test_different_calls_of_the_fast_path_are_an_error_on_all_ranks(agree, place
             )
             agree.bits(following, result, "the next call")
     agree.equal(requests(), num_requests, "requests")
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_rank_whose_neighbor_has_given_up_does_not_compare_the_calls(agree, placement, is_fast):
+    """Regression: it waited without end for the other ranks, which had raised an error, or had the result."""
+    local = [rank for rank in range(SIZE) if placement[rank] == placement[0]]
+    if len(local) < 2:
+        pytest.skip("needs a host of two ranks")
+    group, error = mpi.group(range(SIZE)), ""
+    call = lambda: mpi.allreduce(torch.ones(6), comm=group)  # noqa: E731
+    with contextlib.nullcontext() if is_fast else through_python():
+        for _ in range(3):
+            call()
+        if local[1] == RANK:
+            steps = group.intra.intra_host
+            last = steps.call_log.seq + 2  # the one after the messages, for which its host waits
+
+            def give_up() -> None:
+                while steps.call_log.current is None or steps.call_log.current[0] < last:
+                    time.sleep(0.001)
+                steps.end_call()
+
+            thread = threading.Thread(target=give_up)
+            thread.start()
+            error = error_of(call)
+            thread.join()
+        for rank in set(range(SIZE)).difference(local):  # late ones
+            if local[1] == RANK:
+                MPI.COMM_WORLD.send(None, rank)
+            elif rank == RANK:
+                MPI.COMM_WORLD.recv(source=local[1])
+        if local[1] != RANK:
+            error = error_of(call)
+    wanted = {local[0]: "MismatchError: .*rank 1 has aborted it", local[1]: "StallError"}.get(RANK, "$")
+    agree(re.match(wanted, error), error)
 
 
 def test_both_paths_leave_the_same_records(agree, placement):

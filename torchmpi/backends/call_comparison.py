@@ -36,6 +36,15 @@ _DIFFERENT = 0
 """Passed on instead of the number of the call by a rank that has heard of a difference."""
 
 
+def long_memory_bytes(num_hosts: int) -> int:
+    """Return the length of the memory for long calls: a tensor, two blocks for each host, and whole cache lines.
+
+    >>> long_memory_bytes(2) - 3 * MOST_LONG_BYTES
+    512
+    """
+    return 3 * MOST_LONG_BYTES + 256 * num_hosts
+
+
 class CallComparison:
     """Three steps: within each host, between the first ranks of the hosts, and within each host again.
 
@@ -96,7 +105,7 @@ class CallComparison:
     @cached_property
     def long_memory(self) -> np.ndarray:
         """Memory of this rank for what long calls send and receive; its pages are used when they are first written."""
-        return np.empty(3 * MOST_LONG_BYTES + 256 * len(self.split.groups), np.uint8)
+        return np.empty(long_memory_bytes(len(self.split.groups)), np.uint8)
 
     @cached_property
     def _compiled(self) -> CompiledSteps | None:
@@ -145,10 +154,8 @@ class CallComparison:
         `before` and `after` get a function that ends the step which has failed.
         """
         failed = compiled.record.failed_step
-        if failed == STEP_BETWEEN and status == TIMEOUT:
-            self.wait.give_up(self.exchange, compiled)
         if failed == STEP_BETWEEN and status != MISMATCH:
-            raise self.group.context.MPI.Exception(status)
+            self.wait.give_up(status, self.exchange, compiled)
         if failed == STEP_BEFORE:
             return self.run(number, partial(before, partial(compiled.steps[0].settle, status)), between, after)
         ended = partial(after, partial(compiled.steps[1].settle, status)) if failed == STEP_AFTER else _nothing
@@ -180,7 +187,9 @@ class CallComparison:
         self.set_number(number)
         try:
             step()
-        except MismatchError:
+        except MismatchError as error:
+            if error.reason_is_elsewhere:  # a rank of this host has given up, and does not compare the calls
+                raise
             return False
         return True
 
@@ -220,12 +229,22 @@ class _Wait(GroupResource):
         if self._intra is not None:
             self._intra.end_call(report=self._group.call_log.report_when_late)
 
-    def give_up(self, *memory: object) -> NoReturn:
-        """Raise for a call that has been ended. MPI keeps its messages, which may arrive yet, and so their memory."""
+    def give_up(self, status: int, *memory: object) -> NoReturn:
+        """Raise for a call that has been ended with TIMEOUT, or by an error of MPI.
+
+        MPI keeps its messages, which may arrive yet, and so their memory.
+        """
         self.unfinished = self._group.call_log.seq
-        _kept.append(memory)
+        self.keep(*memory)
         self._group.forget_plans()
-        self._group.call_log.expired()
+        if status == TIMEOUT:
+            self._group.call_log.expired()
+        raise self._group.context.MPI.Exception(status)
+
+    def keep(self, *memory: object) -> None:
+        """Keep memory of the current call, if it has been given up."""
+        if self.unfinished == self._group.call_log.seq:
+            _kept.append(memory)
 
     def check(self) -> None:
         """Raise if an earlier call has been ended: its messages would be taken for those of the next one."""

@@ -26,7 +26,7 @@ from ..communicators.group import Group
 from ..communicators.plan import Run
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
-from ..shared_memory.memory_layout import CALL_NUMBER_BITS, WITH_COMPARISON, CounterFields, LogFields
+from ..shared_memory.memory_layout import WITH_COMPARISON, CounterFields, LogFields
 from ..tensors import buffers, dtypes, partition, schedule
 from ..tensors.operation_specs import OPERATIONS
 from .base import Operation, on_rows
@@ -40,6 +40,7 @@ from .mpi_messages import (
     kernel_fields,
     longest_part,
     rows_of,
+    unless_overlapping,
 )
 from .number_exchange import NumberExchange, most_together
 from .pipeline import ChunkBuffers
@@ -49,10 +50,6 @@ _KINDS = "collective", "exchange"
 _WITHOUT_ROOT = (1 << 32) - 1
 _OF_ROWS = 1
 """The kind of calls whose ranks may differ in the number of rows: see `Group.refuse_call`."""
-_LONG = 1 << CALL_NUMBER_BITS - 1
-"""Added to the number of rows of a long call, which no short one has as its length."""
-_OF_FRAMES = 1 << CALL_NUMBER_BITS - 2
-"""Added to the number of a call that sends frames."""
 _MOST_DIMS = records.DESCRIPTION_BYTES // memory_layout.FIELD_BYTES - records.TensorMessage.shape
 _MOST_VALUES = 1 << 10
 """The bytes of values that a frame has room for: a call sends as many, however short or long its parts are."""
@@ -251,7 +248,7 @@ class ComparedCall:
         num_rows = rows_of(source)[0] if self.kind and not self.has_parts else 0
         if not self.kind:
             group.announce()
-        elif not self.comparison.agree(group.call_number ^ (_LONG | num_rows)):
+        elif not self.comparison.agree(group.call_number ^ (records.OF_ROWS | num_rows)):
             group.refuse_call(self.kind)
         elif not self.has_parts:
             group.even_seq = group.call_log.seq
@@ -274,6 +271,8 @@ class ComparedCall:
         """Return the result; raise on all ranks if the calls differ, and take the longer way if only lengths do."""
         if not is_equal:
             self.group.refuse_call(self.kind)
+            if not self.has_parts:
+                destination = unless_overlapping(source, destination)
             return self.longer(source, destination, call.root)
         if self.comparison.exchange is None:  # the other hosts have arrived when the result has
             self.group.call_log.count_wait()
@@ -498,7 +497,7 @@ class _Frames(ABC):
         self._plan, self._group, self._comparison = plan, plan.group, plan.comparison
         self._frame_bytes, self._message_bytes = frame_bytes, message_bytes
         self._frames = ComparedCall(
-            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=_OF_FRAMES
+            plan.group, plan.comparison, collective, None, None, plan.longer, code=plan.code, mark=records.OF_FRAMES
         )
         with torch.inference_mode(False):
             self._given, self._received = map(torch.from_numpy, plan.comparison.rows_memory)
@@ -513,10 +512,8 @@ class _Frames(ABC):
         if compiled.record.failed_step != records.STEP_PARTS:
             call = self._call(source, destination, root)
             is_equal = self._comparison.finish(call.number, compiled, status, call.before, call.between, call.after)
-        elif status == records.TIMEOUT:
-            self._comparison.wait.give_up(compiled, source, destination)
         elif status != records.UNEVEN:
-            raise self._group.context.MPI.Exception(status)
+            self._comparison.wait.give_up(status, compiled, source, destination)
         return self._end(is_equal, source, destination, root)
 
     def _end(self, is_equal: bool, source: Any, destination: Any, root: int) -> Any:

@@ -27,13 +27,11 @@ from ..shared_memory.memory_layout import LogFields
 from ..tensors import buffers, partition
 from .call_comparison import MOST_LONG_BYTES, CallComparison, CompiledSteps, Settle
 from .hierarchical.steps import StepRunner
-from .mpi_messages import PARTS_TAG, rows_of
+from .mpi_messages import Messages, exchange, rows_of
 from .number_exchange import NumberExchange
 from .rank_order import Combiner, PartialResults
 
 _CACHE_LINE = 64
-Messages = list[tuple[int, torch.Tensor]]
-"""Ranks and contiguous tensors."""
 
 
 class _Plan(Protocol):
@@ -72,7 +70,8 @@ class LongCall:
     Attributes:
         step: The collective of the steps within the host; None if this rank takes part in none.
         message_bytes: The length of the longest message.
-        most_bytes: The size of the longest tensor of a rank.
+        most_bytes: The size of the longest tensor of a rank as it is sent: of one that is divided, as if all ranks got
+            as many rows as the first one, since the memory for sums has blocks of that length.
         algorithm: The algorithm that the call log stores.
     """
 
@@ -84,7 +83,7 @@ class LongCall:
         self.algorithm = algorithms.DIRECT if self.step is None else algorithms.SLICES
         self.message_bytes = self.most_bytes = message_bytes
         if plan.spec.reduces:
-            self.most_bytes = min(message_bytes, MOST_LONG_BYTES) // plan.sent_dtype.itemsize * plan.dtype.itemsize
+            self.most_bytes = min(message_bytes, MOST_LONG_BYTES)
 
     @classmethod
     def of(cls, plan: _Plan, message_bytes: int) -> LongCall | None:
@@ -103,7 +102,9 @@ class LongCall:
 
     def takes(self, source: torch.Tensor) -> bool:
         """Return whether a call with this tensor is one of these."""
-        return 0 < source.nbytes <= self.most_bytes
+        num_rows, row_numel = rows_of(source)
+        num_rows = padded_rows(num_rows, self._group.size) if self._plan.spec.divides else num_rows
+        return 0 < num_rows * row_numel * self._plan.sent_dtype.itemsize <= self.most_bytes
 
     def number(self, call: _Call) -> int:
         """Return what is compared: the number of the call, and its length."""
@@ -123,9 +124,7 @@ class LongCall:
             return self._end(call, True, compiled.record.num_done, partial(compiled.steps[1].settle, status))
         if failed != records.STEP_PARTS:
             return self._end(call, comparison.finish(number, compiled, status, *self._steps(call)))
-        if status == records.TIMEOUT:
-            comparison.wait.give_up(call.source, call.target, compiled, comparison)
-        raise self._group.context.MPI.Exception(status)
+        comparison.wait.give_up(status, call.source, call.target, compiled, comparison)
 
     def _steps(self, call: _Call) -> tuple[Callable[..., object], Callable[..., bool], Callable[..., object]]:
         """Return the three parts of the comparison; in the first and the last one a host may move values."""
@@ -206,9 +205,8 @@ class LongCall:
 
     def _block(self, source: torch.Tensor, number: int, num_rows: int) -> torch.Tensor:
         """Return memory for sums: the block of each host to send, and then of each to receive."""
-        first = _whole_lines(source.nbytes) if self._plan.sent_dtype is not self._plan.dtype else 0
-        most_rows, row_bytes = -(-len(source) // self._group.size), source.shape[1] * source.itemsize
-        memory = self._memory[first + number * _whole_lines(most_rows * row_bytes) :]
+        row_bytes, is_wider = source.shape[1] * source.itemsize, self._plan.sent_dtype is not self._plan.dtype
+        memory = self._memory[block_begin(len(source), row_bytes, self._group.size, number, is_wider=is_wider) :]
         return memory[: num_rows * row_bytes].view(source.dtype).view(num_rows, source.shape[1])
 
     def _messages(self, call: _Call) -> tuple[Messages, Messages]:
@@ -239,14 +237,7 @@ class LongCall:
         return [message for message in sent if message[0] != rank], received
 
     def _exchange(self, sent: Messages, received: Messages) -> None:
-        comm, MPI = self._group.comm, self._group.context.MPI
-        begin = [(comm.Irecv, each) for each in received] + [(comm.Isend, each) for each in sent]
-        requests = [
-            call((buffers.as_bytes(MPI, tensor), MPI.BYTE), peer, PARTS_TAG)
-            for call, (peer, tensor) in begin
-            if tensor.numel() > 0
-        ]
-        MPI.Request.Waitall(requests)
+        exchange(self._group, received, sent, self.message_bytes)
 
     def _combine(self, call: _Call) -> None:
         """Combine the sums of all hosts for this rank, in their order, to the result."""
@@ -264,6 +255,25 @@ class LongCall:
         plan.combine([vector.view(-1) for vector in vectors], total)
         if plan.partial_results is not None:
             plan.partial_results.finish(total, result)
+
+
+def padded_rows(num_rows: int, size: int) -> int:
+    """Return the number of rows if each rank had as many as the first one.
+
+    >>> padded_rows(5, 4)
+    8
+    """
+    return partition.part_of(num_rows, size, 0)[1] * size
+
+
+def block_begin(num_rows: int, row_bytes: int, size: int, number: int, *, is_wider: bool) -> int:
+    """Return the offset of a block of sums in the memory of a call; wider rows come first.
+
+    >>> block_begin(2, 64, 2, 1, is_wider=False), block_begin(2, 64, 2, 1, is_wider=True)
+    (64, 192)
+    """
+    first = _whole_lines(num_rows * row_bytes) if is_wider else 0
+    return first + number * _whole_lines(padded_rows(num_rows, size) // size * row_bytes)
 
 
 def _whole_lines(num_bytes: int) -> int:

@@ -35,6 +35,7 @@ from .mpi_messages import (
     check_part_sizes,
     counts_and_offsets,
     destination_for,
+    exchange,
     messages,
     row_counts,
     rows_of,
@@ -387,14 +388,9 @@ class MPIMovement:
         self.group.call_log.log_fields[LogFields.algorithm] = algorithms.DIRECT
         own = incoming[self.rank]  # of as many elements as the other one, but perhaps of another shape
         buffers.overwrite(own, outgoing[self.rank].view(own.shape))
-        requests = []
-        for shift in range(1, self.size):
-            target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            for message in self._messages(incoming[origin]):
-                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, PARTS_TAG))
-            for message in self._messages(outgoing[target]):
-                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, PARTS_TAG))
-        self.MPI.Request.Waitall(requests)
+        others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
+        received = [(rank, incoming[rank]) for rank in reversed(others)]
+        exchange(self.group, received, [(rank, outgoing[rank]) for rank in others], self.message_bytes)
 
     def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
         return row_counts(self.group, source), rows_of(source)[1] * source.element_size()

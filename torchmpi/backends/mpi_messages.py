@@ -17,6 +17,8 @@ from ..tensors import buffers, dtypes, partition
 
 Range = tuple[int, int]
 """Offset and length in elements."""
+Messages = list[tuple[int, torch.Tensor]]
+"""Ranks and contiguous tensors."""
 PARTS_TAG = 1
 """The tag of parts that ranks send each other, in Python and by kernels."""
 STATUS_BYTES = 64
@@ -44,6 +46,16 @@ def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | N
     if given is None or given.shape != shape or given.dtype != source.dtype:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
     return given
+
+
+def unless_overlapping(source: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a given destination, or None if the source is a row of it: rows of other lengths would go over it.
+
+    >>> result = torch.zeros(4, 2)
+    >>> unless_overlapping(result[1:2], result), unless_overlapping(torch.ones(1, 2), result) is result
+    (None, True)
+    """
+    return None if given is not None and buffers.overlap(source, given) else given
 
 
 def row_counts(group: Group, source: torch.Tensor) -> list[int]:
@@ -130,6 +142,19 @@ def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:
     return [
         buffers.as_bytes(MPI, flat[begin : begin + numel]) for begin, numel in partition.chunks(flat.numel(), max_numel)
     ]
+
+
+def exchange(group: Group, received: Messages, sent: Messages, message_bytes: int) -> None:
+    """Receive messages from other ranks, and send them some, in pieces of at most `message_bytes`."""
+    MPI, comm = group.context.MPI, group.comm
+    begin = [(comm.Irecv, *each) for each in received] + [(comm.Isend, *each) for each in sent]
+    MPI.Request.Waitall(
+        [
+            call((piece, MPI.BYTE), peer, PARTS_TAG)
+            for call, peer, tensor in begin
+            for piece in messages(MPI, tensor, message_bytes)
+        ]
+    )
 
 
 def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -41,7 +41,7 @@ from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import buffers, dtypes, partition
 from .base import Backend, Operation, TensorTable, collectives_of, on_rows
 from .job_facts import JobFacts, problem_of_any
-from .mpi_messages import destination_for, longest_part, rows_of
+from .mpi_messages import destination_for, longest_part, rows_of, unless_overlapping
 
 WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
@@ -462,9 +462,8 @@ class SharedMovement(SharedCalls):
         if not self.run("allgather", self.record(), source.data_ptr(), num_bytes, target.data_ptr()):
             return target
         lengths = self.payloads()
-        target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
-        if buffers.overlap(source, target):  # as a row of the result, but rows of other lengths come before it
-            target = torch.empty_like(target)
+        num_rows = sum(lengths) // (row_numel * source.element_size())
+        target = destination_for(source, num_rows, unless_overlapping(source, destination))
         self._send([source.data_ptr()] * self.size, [num_bytes] * self.size)
         self._receive(target.data_ptr(), lengths)
         self.exchange(is_stream=True, longest=max(lengths))
@@ -487,7 +486,7 @@ class SharedMovement(SharedCalls):
         sent = 0 if self.rank == root else lengths[self.rank]
         self._send([source.data_ptr()] * self.size, [sent] * self.size)
         if self.rank == root:
-            destination = destination_for(source, sum(rows), destination)
+            destination = destination_for(source, sum(rows), unless_overlapping(source, destination))
             self._receive(destination.data_ptr(), lengths)
         else:
             self._receive(source.data_ptr(), [0] * self.size)

@@ -66,6 +66,9 @@ class GroupResource:
     def abort_device_work(self) -> None:
         """End the work on a device that waits for other ranks."""
 
+    def keep(self, *memory: object) -> None:
+        """Keep memory of the current call, if messages of it may arrive yet."""
+
     def refuse_work(self) -> None:
         """Begin no further work, as a rank is lost. Another thread calls it, again and again."""
 

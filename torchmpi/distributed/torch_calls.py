@@ -161,7 +161,12 @@ class TorchCall(BoundCall):
         are_lists = isinstance(given, list), isinstance(received, list)
         if not any(are_lists) or (self.takes_parts and all(are_lists)):
             return settle(status, given, received)
-        result = self._on_rows(lambda source, target, root: settle(status, source, target), given, received)
+        try:
+            result = self._on_rows(lambda source, target, root: settle(status, source, target), given, received)
+        except BaseException:
+            for item in self.group.attachments:  # machine code has begun messages of the tensors, not of the copies
+                item.keep(given, received)
+            raise
         return received if isinstance(received, list) else result
 
 

@@ -387,7 +387,7 @@ def stands_for_rows(path: FastPath, item, cached_call: CachedCallRecord, describ
 def enter_gathering(cached_call: CachedCallRecord, source: DLTensor, numel, target, arguments: Arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
     num_bytes = numel * cached_call.call.item_bytes
-    if not is_carried(cached_call.call, num_bytes, 0) and not is_long(cached_call.call, num_bytes):
+    if not is_carried(cached_call.call, num_bytes, 0) and not is_long(cached_call.call, num_bytes, 0):
         return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_bytes
@@ -479,7 +479,7 @@ def enter_with_rows(cached_call: CachedCallRecord, source: DLTensor, target: DLT
         if call.hosts.frames:
             if num_rows % group_of(call).size != 0:
                 return NOT_FAST
-        elif arguments.given_parts or arguments.received_parts or not is_long(call, num_rows * row_bytes):
+        elif arguments.given_parts or arguments.received_parts or not is_long(call, num_rows * row_bytes, row_bytes):
             return NOT_FAST
     arguments.rest[0] = data(source)
     arguments.rest[1] = num_rows

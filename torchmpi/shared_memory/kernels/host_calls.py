@@ -402,13 +402,14 @@ def is_carried(call: KernelCall, num_bytes, row_bytes):
 
 
 @inner
-def is_long(call: KernelCall, num_bytes):
-    """Return whether the values of a call over hosts follow the comparison in messages."""
-    if not call.hosts:
+def is_long(call: KernelCall, num_bytes, row_bytes):
+    """Return whether the values of a call over hosts follow the comparison in messages (`LongCall.takes`)."""
+    if not call.hosts or num_bytes == 0:
         return False
     if not call.hosts.long:
         return False
-    return 0 < num_bytes <= call.hosts.most_long
+    num_units = group_of(call).size if call.hosts.divides else 1
+    return unit_of(call, num_bytes, row_bytes) * num_units <= call.hosts.most_long
 
 
 @inner

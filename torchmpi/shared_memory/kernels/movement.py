@@ -293,7 +293,10 @@ def allgather_long(call: KernelCall, seq, signature, source, num_bytes, target):
     num_rounds, num_received = divide_stream(group, num_bytes, ALL_SEND_BYTES), num_gathered(call, num_bytes)
     only_sends, paces = root >= 0 and rank != root, group.allgather_paces if root < 0 else group.gather_paces
     shows = can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes)
-    is_shared = announce_memory(group, seq, source, num_bytes)
+    # The own tensor of a list, in which a message of another host has arrived, is not announced as shared: ranks that
+    # must map it go on in Python, with rows of one tensor.
+    is_own_part = part_at(call.received_parts, rank, 0) == source
+    is_shared = announce_memory(group, seq, source, 0 if is_own_part else num_bytes)
     puts = not is_shared and (group.gathers_read == 0 if only_sends else not shows)
     show_memory(group, seq, source if shows else 0)
     since = now()

@@ -510,7 +510,7 @@ class Hosts(Record):
     long: Pointer[Hosts] = Pointer("Hosts")
     """The comparison in such a call, of which `after` is repeated for further hosts; 0 if there are no such calls."""
     most_long = Word()
-    """Length of the longest tensor of such a call."""
+    """Length of the longest tensor of such a call as it is sent, with as many rows for each rank as for the first."""
     memory = Word()
     """Address of the memory for the sums that are sent and received."""
     algorithm = Word()
@@ -519,8 +519,8 @@ class Hosts(Record):
     """Of such a comparison: for how many hosts the step has been made."""
 
 
-LONG = 1 << CALL_NUMBER_BITS - 3
-"""Added to the number of such a call, and to that its length."""
+OF_ROWS, OF_FRAMES, LONG = (1 << CALL_NUMBER_BITS - each for each in (1, 2, 3))
+"""Added to the number of a call that only compares the numbers of rows, of one that sends frames, and of a long one."""
 STEP_BEFORE, STEP_BETWEEN, STEP_AFTER, STEP_PARTS, STEP_OF_HOST = range(5)
 """The last two: parts in messages of their own, and the step within the host for a further host."""
 
@@ -799,7 +799,7 @@ TIMEOUT = 5 << 20
 """The call has exceeded its time limit."""
 UNFINISHED = 6 << 20
 """A message waits for the other rank: Python continues it."""
-UNREADABLE = 6 << 20
+UNREADABLE = 9 << 20
 """A rank could not read the memory of another. Internal to the kernels, which use the slots instead."""
 VIOLATION = 7 << 20
 """Checked build only: a check failed on this rank; the group record has its number."""
