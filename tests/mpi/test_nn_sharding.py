@@ -327,3 +327,36 @@ def test_the_engine_trains_and_resumes(agree, model_level, tmp_path):
     whole = train_whole(epochs=2)
     agree.close(net[2].full_weight(), whole[2].weight.detach(), "sharded weight", **TIGHT)
     agree.close(net[4].weight.detach(), whole[4].weight.detach(), "replicated weight", **TIGHT)
+
+
+def divided_layer(device: str) -> nn.Module:
+    plan = {"0": mpinn.TensorSplit("columns"), "1": mpinn.TensorSplit("rows")}
+    return mpinn.tensor_parallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to(device), plan)
+
+
+LAYERS: dict[str, Callable[[str], nn.Module]] = {
+    "linear": lambda device: mpinn.MPLinear(4, 3, device=device),
+    "experts": lambda device: mpinn.MixtureOfExperts(4, mpi.size(), lambda: nn.Linear(4, 4), top_k=1).to(device),
+    "divided": divided_layer,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tensors_that_replace_shards_are_the_same_shards(agree, world, name):
+    """Regression: after load_state_dict(assign=True) or to_empty() different shards were averaged or overwritten."""
+    torch.manual_seed(3)
+    layer, empty = LAYERS[name]("cpu"), LAYERS[name]("meta")
+    state = {each: value.clone() for each, value in layer.state_dict().items()}
+    marked = {each: mpinn.sharding_of(parameter) for each, parameter in empty.named_parameters()}
+    agree.equal(
+        [mpinn.sharding_of(each) is not None for each in layer.parameters()], [bool(e) for e in marked.values()]
+    )
+    agree(any(marked.values()))
+    nn.Sequential(empty).to_empty(device="cpu")
+    agree({each: mpinn.sharding_of(p) for each, p in empty.named_parameters()} == marked, "after to_empty()")
+    nn.ModuleDict({"in": empty}).load_state_dict({f"in.{each}": v for each, v in state.items()}, assign=True)
+    for other in (empty, copy.deepcopy(empty)):
+        agree({each: mpinn.sharding_of(p) for each, p in other.named_parameters()} == marked, "after load_state_dict()")
+        mpinn.synchronize_parameters(other)
+        mpinn.check_with_allreduce(other)
+        agree(all(torch.equal(state[each], value) for each, value in other.state_dict().items()), "unchanged")

@@ -22,7 +22,7 @@ from .layer_comm import LayerComm
 from .replica import Attachment, Replica
 from .replica_check import check_with_allreduce, checksum
 from .row_product import linear
-from .sharding import set_sharded
+from .sharding import KeepsShards, set_sharded
 from .tensor_plan import Cut, Division, Kind, Plan, PlanName, TensorSplit, division_of_model, is_transposed
 
 _PART = "_torchmpi_part"
@@ -318,7 +318,7 @@ _CLASSES: dict[Kind, type] = {
 def _divided_class(kind: Kind, own: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a divided layer, which stays one of its own class."""
     forward = _CLASSES[kind]
-    return type(f"{forward.__name__.strip('_')}Of{own.__name__}", (forward, own), {"__module__": __name__})
+    return type(f"{forward.__name__.strip('_')}Of{own.__name__}", (forward, KeepsShards, own), {"__module__": __name__})
 
 
 def _set_sizes(layer: Any) -> None:
