@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 
@@ -188,6 +189,25 @@ def test_drift_of_a_shard_is_found_on_all_ranks(agree, model_level):
         mpinn.check_with_allreduce(net)  # no other rank holds the shard
     else:
         agree.raises(ReplicaError, lambda: mpinn.check_with_allreduce(net), "1 of 6 tensors", "'2.weight'")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_if_a_shard_of_one_is_not_finite(agree, model_level, fused):
+    width = mpi.communicator(model_level).size
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    before = net[4].weight.detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (math.inf, 1.0):
+        scaler.scale(torch.ones(1))
+        backward(net, 0, mpi.rank() // width, mpi.size() // width)
+        if mpi.rank() == 0:
+            net[2].weight.grad[0, 0] = bad
+        mpinn.synchronize_gradients(net)
+        scaler.step(optimizer)
+        scaler.update()
+        agree.equal((torch.equal(net[4].weight, before), scaler.get_scale()), (bad == math.inf, 2.0))
+    mpinn.check_with_allreduce(net)
 
 
 def test_parameters_of_own_layers_and_an_explicit_data_comm(agree):
