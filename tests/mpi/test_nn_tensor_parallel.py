@@ -52,6 +52,20 @@ def test_logits_and_gradients_are_those_of_one_process(agree, name):
     agree(mpi.size() == 1 or bool((counts < 0.8 * most).all()), f"{counts} of {most} numbers")
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_head_with_units_that_are_shared_unevenly(agree):
+    """One unit of 3 features more than ranks: the parts are not those of single features."""
+    torch.manual_seed(3)
+    whole = nn.ModuleDict({"head": nn.Linear(6, 3 * (mpi.size() + 1))})
+    divided = mpinn.tensor_parallel(copy.deepcopy(whole), {"head": mpinn.TensorSplit("head", mpi.size() + 1)})
+    x = torch.randn(2, 6)
+    outputs = [model["head"](x) for model in (divided, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    agree.close(outputs[0], outputs[1], **TIGHT)
+    agree.close(whole_gradients(divided)["head.weight"], whole["head"].weight.grad, **TIGHT)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_generated_tokens_are_those_of_one_process(agree, name):
     whole = make_shape(name)

@@ -168,7 +168,8 @@ class DividedPart(Attachment):
             return features
         if not features.requires_grad:
             return self._layer_comm.gather(features)
-        return linear_map(features, self._layer_comm.gather, self._layer_comm.narrow)
+        begin, length, _ = self.range()
+        return linear_map(features, self._layer_comm.gather, lambda whole: whole.narrow(-1, begin, length))
 
     def range(self) -> tuple[int, int, int]:
         """Return begin and length of this rank's range of the weight, and the length of all."""

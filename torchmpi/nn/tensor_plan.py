@@ -250,6 +250,11 @@ def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, n
             f"{name!r}: an embedding with sparse=True, max_norm or scale_grad_by_freq cannot be divided. Leave these "
             "out, or leave the layer out of the plan."
         )
+    if split.kind in ("head", "embedding") and split.stacked != 1:
+        raise ArgumentError(
+            f"{name!r}: stacked={split.stacked} is not for {split.kind!r}, of which each rank has one range of "
+            f"{_features(split)}. Leave it out."
+        )
     parent = model.get_submodule(name.rpartition(".")[0])
     for attribute in split.attributes:
         if not isinstance(getattr(parent, attribute, None), int):
