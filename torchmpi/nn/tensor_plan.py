@@ -237,6 +237,12 @@ def _unmatched(pattern: str, layers: Mapping[str, nn.Module]) -> str:
 
 def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, num_ranks: int) -> Division:
     if split.kind == "added":
+        own = [parameter for parameter, _ in layer.named_parameters(recurse=False)]
+        if inner := [parameter for parameter, _ in layer.named_parameters() if parameter not in own]:
+            raise ArgumentError(
+                f"{name!r}, which the plan marks as 'added', contains the layer of {inner[0]!r}, whose gradients would "
+                f'not be added. Give its layers in the plan instead, such as "{name}.{inner[0].rpartition(".")[0]}".'
+            )
         return Division(split, {}, num_ranks)
     transposed = is_transposed(layer)
     wanted = nn.Embedding if split.kind == "embedding" else nn.Linear
