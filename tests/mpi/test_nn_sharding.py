@@ -380,3 +380,14 @@ def test_tensors_that_replace_shards_are_the_same_shards(agree, world, name):
         mpinn.synchronize_parameters(other)
         mpinn.check_with_allreduce(other)
         agree(all(torch.equal(state[each], value) for each, value in other.state_dict().items()), "unchanged")
+
+
+@pytest.mark.parametrize("name", ["linear", "experts"])
+def test_a_complete_state_without_the_parts_of_other_ranks_is_refused(agree, world, name):
+    layer = LAYERS[name]("cpu")
+    if mpi.size() == 1:
+        agree.equal(list(mpinn.full_state_dict(layer)), list(layer.state_dict()))
+        return
+    words = "weight' is a shard", "full_weight()", "joining the state_dict() of all ranks"
+    agree.raises(ArgumentError, lambda: mpinn.full_state_dict(layer), *words)
+    agree.raises(ArgumentError, lambda: mpinn.load_full_state_dict(layer, layer.state_dict()), *words)
