@@ -48,7 +48,8 @@ def full_state_dict(model: nn.Module, *, root: int | None = 0, comm: Comm = None
     Example:
         state = mpinn.full_state_dict(model)
         if mpi.rank() == 0:
-            safetensors.torch.save_file(state, "model.safetensors")
+            names = {id(tensor): name for name, tensor in state.items()}  # files have one name of a tensor
+            safetensors.torch.save_file({name: state[name] for name in names.values()}, "model.safetensors")
     """
     communicator = runtime.communicator(comm)
     is_kept = root is None or communicator.rank == root
@@ -132,11 +133,8 @@ def _entries(model: nn.Module, comm: Communicator) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            if (
-                id(tensor) not in divided
-                and (sharding := sharding_of(tensor))
-                and getattr(sharding.comm, "size", 0) != 1
-            ):
+            sharding = None if id(tensor) in divided else sharding_of(tensor)
+            if sharding is not None and (sharding.comm is None or sharding.comm.size > 1):
                 raise ArgumentError(
                     f"{rank_prefix()}{name!r} is a shard of a layer that tensor_parallel has not divided, so the parts "
                     "of other ranks are not known here. Save a model with MPLinear by full_weight() of that layer, and "
