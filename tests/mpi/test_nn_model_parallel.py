@@ -134,3 +134,5 @@ def test_tensors_of_the_host_are_compared_whatever_the_default_device_is(agree):
     finally:
         torch.set_default_device(None)
     agree.close(output, whole(x), **TIGHT)
+    with torch.autocast("cpu", torch.bfloat16):
+        agree.equal(parallel.float()(x.float()).dtype, whole.float()(x.float()).dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -230,6 +231,39 @@ def test_a_rank_with_another_model_or_batch_is_named(agree):
         others = tokens + (mpi.rank() == last)
         agree.raises(ArgumentError, partial(divided, others), "passed different tokens")
     agree.raises(ArgumentError, lambda: divided(torch.full((1, 2), 99)), "an embedding of 23 entries", "from 99 to 99")
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.o(self.q(x) * self.k(other) + self.v(other))
+
+
+@pytest.mark.ranks(2)
+def test_cross_attention_keeps_no_input_and_has_the_dtype_of_linear(agree):
+    torch.manual_seed(3)
+    whole = Cross()
+    plan = {"[qkv]": mpinn.TensorSplit("columns"), "o": mpinn.TensorSplit("rows")}
+    divided = mpinn.tensor_parallel(copy.deepcopy(whole), plan)
+    gradients, results = [], []
+    for model in (divided, whole):
+        x, other = (
+            torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in (1, 2)
+        )
+        model(x, other).square().sum().backward()
+        gradients.append((x.grad, other.grad))
+        known = weakref.ref(other)
+        del other
+        agree(known() is None, "freed after backward")
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(x, x))
+    for mine, expected in zip(*gradients, strict=True):
+        agree.close(mine, expected, **TIGHT)
+    agree.equal(results[0].dtype, results[1].dtype)
+    agree.close(results[0], results[1], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.ranks(2)

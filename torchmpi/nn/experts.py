@@ -148,7 +148,7 @@ class MixtureOfExperts(KeepsShards):
         arrived = self.token_exchange.alltoall(rows, sent, received)
         # They come by rank, and an expert takes those of all ranks together.
         counts = routes.kept.view(size, size, here)[:, comm.rank]
-        numbers = torch.arange(here).repeat(size).repeat_interleave(counts.reshape(-1))
+        numbers = torch.arange(here, device="cpu").repeat(size).repeat_interleave(counts.reshape(-1))
         order = numbers.argsort(stable=True).to(rows.device)
         # The gradient of an expert is the sum over ranks, and that of the router is averaged: scale it in between.
         arrived = _scale_gradient(arrived[order], size)

@@ -79,7 +79,7 @@ class MPLinear(KeepsShards):
         layer_comm.check_same_input(input)
         partial_output = nn.functional.linear(linear_map(input, layer_comm.narrow, layer_comm.gather), self.weight)
         output = linear_map(partial_output, layer_comm.reduce, layer_comm.replicate)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # autocast does not cast sums
 
     @torch.no_grad()
     def full_weight(self) -> Tensor:

@@ -222,17 +222,26 @@ class SharedInput(Attachment):
     def enter(self, input: Tensor, is_training: bool) -> Tensor:
         """Return a tensor that is used like `input`, with the sum of the gradients of all ranks."""
         if input is not self._input:
+            self._forget()
             self._layer_comm.check_same_input(input, is_training)
             if self._is_alone or not (input.requires_grad and torch.is_grad_enabled()):
                 return input
             self._input, self._num_left = input, self.num_layers
-            self._entered = linear_map(input, self._layer_comm.replicate, self._layer_comm.reduce)
+            self._entered = linear_map(input, self._layer_comm.replicate, self._reduce)
         entered = self._entered
         assert entered is not None
         self._num_left -= 1
-        if self._num_left <= 0:  # the graph has what it needs, and the input may be freed
-            self._input = self._entered = None
+        if self._num_left <= 0:
+            self._forget()
         return entered
+
+    def _forget(self) -> None:
+        """Let the input be freed; the graph has what it needs."""
+        self._input = self._entered = None
+
+    def _reduce(self, gradient: Tensor) -> Tensor:
+        self._forget()  # fewer layers have taken it, as in cross-attention, where queries have another input
+        return self._layer_comm.reduce(gradient)
 
 
 # --- the layers ---------------------------------------------------------------------------------------------
@@ -273,7 +282,7 @@ class _Rows:
                 f"but got {input.shape[-1]}. The plan must divide the layer that computes its input in columns."
             )
         output = part.add(linear(input, weight))
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # autocast does not cast sums
 
 
 class _Entries:
