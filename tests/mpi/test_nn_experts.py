@@ -156,6 +156,17 @@ def test_no_limit_in_evaluation(agree):
     agree.close(parallel(own(batch())), own(whole(batch())), **TIGHT)
 
 
+def test_the_default_device_is_not_that_of_numbers_of_the_host(agree):
+    parallel, tokens = layer(), own(batch())
+    expected = parallel(tokens)
+    torch.set_default_device("meta")
+    try:
+        output = parallel(tokens)
+    finally:
+        torch.set_default_device(None)
+    agree.close(output, expected.detach(), **TIGHT)
+
+
 def test_copies_and_pickles(agree):
     parallel = layer()
     expected = parallel(own(batch()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 
@@ -190,6 +191,25 @@ def test_drift_of_a_shard_is_found_on_all_ranks(agree, model_level):
         agree.raises(ReplicaError, lambda: mpinn.check_with_allreduce(net), "1 of 6 tensors", "'2.weight'")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_if_a_shard_of_one_is_not_finite(agree, model_level, fused):
+    width = mpi.communicator(model_level).size
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    before = net[4].weight.detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (math.inf, 1.0):
+        scaler.scale(torch.ones(1))
+        backward(net, 0, mpi.rank() // width, mpi.size() // width)
+        if mpi.rank() == 0:
+            net[2].weight.grad[0, 0] = bad
+        mpinn.synchronize_gradients(net)
+        scaler.step(optimizer)
+        scaler.update()
+        agree.equal((torch.equal(net[4].weight, before), scaler.get_scale()), (bad == math.inf, 2.0))
+    mpinn.check_with_allreduce(net)
+
+
 def test_parameters_of_own_layers_and_an_explicit_data_comm(agree):
     """Rank r holds shard r % 2 of the pairs (2k, 2k + 1); a last odd rank would have no partner."""
     if mpi.size() % 2:
@@ -327,3 +347,47 @@ def test_the_engine_trains_and_resumes(agree, model_level, tmp_path):
     whole = train_whole(epochs=2)
     agree.close(net[2].full_weight(), whole[2].weight.detach(), "sharded weight", **TIGHT)
     agree.close(net[4].weight.detach(), whole[4].weight.detach(), "replicated weight", **TIGHT)
+
+
+def divided_layer(device: str) -> nn.Module:
+    plan = {"0": mpinn.TensorSplit("columns"), "1": mpinn.TensorSplit("rows")}
+    return mpinn.tensor_parallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).to(device), plan)
+
+
+LAYERS: dict[str, Callable[[str], nn.Module]] = {
+    "linear": lambda device: mpinn.MPLinear(4, 3, device=device),
+    "experts": lambda device: mpinn.MixtureOfExperts(4, mpi.size(), lambda: nn.Linear(4, 4), top_k=1).to(device),
+    "divided": divided_layer,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tensors_that_replace_shards_are_the_same_shards(agree, world, name):
+    """Regression: after load_state_dict(assign=True) or to_empty() different shards were averaged or overwritten."""
+    torch.manual_seed(3)
+    layer, empty = LAYERS[name]("cpu"), LAYERS[name]("meta")
+    state = {each: value.clone() for each, value in layer.state_dict().items()}
+    marked = {each: mpinn.sharding_of(parameter) for each, parameter in empty.named_parameters()}
+    agree.equal(
+        [mpinn.sharding_of(each) is not None for each in layer.parameters()], [bool(e) for e in marked.values()]
+    )
+    agree(any(marked.values()))
+    nn.Sequential(empty).to_empty(device="cpu")
+    agree({each: mpinn.sharding_of(p) for each, p in empty.named_parameters()} == marked, "after to_empty()")
+    nn.ModuleDict({"in": empty}).load_state_dict({f"in.{each}": v for each, v in state.items()}, assign=True)
+    for other in (empty, copy.deepcopy(empty)):
+        agree({each: mpinn.sharding_of(p) for each, p in other.named_parameters()} == marked, "after load_state_dict()")
+        mpinn.synchronize_parameters(other)
+        mpinn.check_with_allreduce(other)
+        agree(all(torch.equal(state[each], value) for each, value in other.state_dict().items()), "unchanged")
+
+
+@pytest.mark.parametrize("name", ["linear", "experts"])
+def test_a_complete_state_without_the_parts_of_other_ranks_is_refused(agree, world, name):
+    layer = LAYERS[name]("cpu")
+    if mpi.size() == 1:
+        agree.equal(list(mpinn.full_state_dict(layer)), list(layer.state_dict()))
+        return
+    words = "weight' is a shard", "full_weight()", "joining the state_dict() of all ranks"
+    agree.raises(ArgumentError, lambda: mpinn.full_state_dict(layer), *words)
+    agree.raises(ArgumentError, lambda: mpinn.load_full_state_dict(layer, layer.state_dict()), *words)

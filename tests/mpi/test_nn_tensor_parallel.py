@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def test_logits_and_gradients_are_those_of_one_process(agree, name):
     counts = mpi.allgather(torch.tensor([sum(p.numel() for p in divided.parameters())]))
     most = sum(p.numel() for p in whole.parameters())
     agree(mpi.size() == 1 or bool((counts < 0.8 * most).all()), f"{counts} of {most} numbers")
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_head_with_units_that_are_shared_unevenly(agree):
+    """One unit of 3 features more than ranks: the parts are not those of single features."""
+    torch.manual_seed(3)
+    whole = nn.ModuleDict({"head": nn.Linear(6, 3 * (mpi.size() + 1))})
+    divided = mpinn.tensor_parallel(copy.deepcopy(whole), {"head": mpinn.TensorSplit("head", mpi.size() + 1)})
+    x = torch.randn(2, 6)
+    outputs = [model["head"](x) for model in (divided, whole)]
+    for output in outputs:
+        output.square().sum().backward()
+    agree.close(outputs[0], outputs[1], **TIGHT)
+    agree.close(whole_gradients(divided)["head.weight"], whole["head"].weight.grad, **TIGHT)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -154,6 +169,15 @@ def test_of_a_file_each_rank_reads_its_part(agree, tmp_path):
         empty = Llama()
     mpinn.load_full_state_dict(mpinn.tensor_parallel(empty), folder)
     agree.close(empty(some_tokens()), whole(some_tokens()), **TIGHT)
+    tied, path = mpinn.tensor_parallel(make_shape("gpt2")), f"{folder}/tied.safetensors"
+    if state := mpinn.full_state_dict(tied):  # on rank 0, as in its example
+        once = {id(tensor): name for name, tensor in state.items()}
+        safetensors.save_file({name: state[name] for name in once.values()}, path)
+    mpi.barrier()
+    with torch.device("meta"):
+        other = SHAPES["gpt2"]()
+    mpinn.load_full_state_dict(mpinn.tensor_parallel(other), path)
+    agree.equal(other(some_tokens()), tied(some_tokens()))
     broken = make_shape("llama")
     mpinn.tensor_parallel(broken)
     text = __file__
@@ -207,6 +231,39 @@ def test_a_rank_with_another_model_or_batch_is_named(agree):
         others = tokens + (mpi.rank() == last)
         agree.raises(ArgumentError, partial(divided, others), "passed different tokens")
     agree.raises(ArgumentError, lambda: divided(torch.full((1, 2), 99)), "an embedding of 23 entries", "from 99 to 99")
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.o(self.q(x) * self.k(other) + self.v(other))
+
+
+@pytest.mark.ranks(2)
+def test_cross_attention_keeps_no_input_and_has_the_dtype_of_linear(agree):
+    torch.manual_seed(3)
+    whole = Cross()
+    plan = {"[qkv]": mpinn.TensorSplit("columns"), "o": mpinn.TensorSplit("rows")}
+    divided = mpinn.tensor_parallel(copy.deepcopy(whole), plan)
+    gradients, results = [], []
+    for model in (divided, whole):
+        x, other = (
+            torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in (1, 2)
+        )
+        model(x, other).square().sum().backward()
+        gradients.append((x.grad, other.grad))
+        known = weakref.ref(other)
+        del other
+        agree(known() is None, "freed after backward")
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(x, x))
+    for mine, expected in zip(*gradients, strict=True):
+        agree.close(mine, expected, **TIGHT)
+    agree.equal(results[0].dtype, results[1].dtype)
+    agree.close(results[0], results[1], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.ranks(2)

@@ -91,6 +91,12 @@ REFUSED = {
     "a typing error": (Mlp, {**plan_of(), "dwn": TensorSplit("rows")}, "matches the pattern 'dwn' .* like it: down"),
     "units": (Mlp, plan_of(7), "'up' has 64 output features, no multiple of the 7 units of the plan; 4 or 8 would fit"),
     "stacked": (Mlp, plan_of(stacked=3), "'up' has 64 output features, which are not 3 stacked matrices of equal size"),
+    "stacked head": (Mlp, {"up": TensorSplit("head", stacked=2)}, "'up': stacked=2 is not for 'head'.*Leave it out"),
+    "added": (
+        lambda: nn.ModuleDict({"norm": nn.Sequential(nn.ReLU(), nn.RMSNorm(4))}),
+        {"norm": TensorSplit("added")},
+        "'norm', .* contains the layer of '1.weight', .* Give its layers in the plan instead, such as \"norm.1\"",
+    ),
     "no config": (Mlp, plan_of("heads"), "divides 'up' by 'heads', which is no number in model.config"),
     "pair": (Mlp, plan_of(32, 4), r"the 64 input features of 'down' in 4 units, but no layer .* \(up\)"),
     "no rows": (Mlp, {"up": TensorSplit("columns")}, "of 'up', but no layer of rows beside it takes them"),

@@ -18,13 +18,13 @@ from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .functional import linear_map
 from .replica import Attachment
-from .sharding import set_sharded
+from .sharding import SHARDED, KeepsShards, make_sharding, mark
 
 _EXPERTS = "experts."
 
 
 @checks_types
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(KeepsShards):
     """A layer of many networks, the experts, of which each token passes through `top_k`. Collective.
 
     Each rank has an equal part of the experts and *its own tokens*. A linear router gives each token probabilities of
@@ -93,10 +93,11 @@ class MixtureOfExperts(nn.Module):
         own = range(communicator.rank * here, (communicator.rank + 1) * here)
         made = ((number, make_expert()) for number in range(num_experts))
         self.experts = nn.ModuleDict({str(number): expert for number, expert in made if number in own})
-        for parameter in self.experts.parameters():
-            set_sharded(parameter, comm=comm, data_comm=data_comm)
+        self._sharding = make_sharding(comm, data_comm)
+        _mark_experts(self)
         self.balance_loss, self.num_dropped = torch.zeros(()), 0
         self.register_load_state_dict_pre_hook(_leave_out_other_experts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_mark_experts)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the sum of the weighted results of the experts of each token, in the shape of the input."""
@@ -147,7 +148,7 @@ class MixtureOfExperts(nn.Module):
         arrived = self.token_exchange.alltoall(rows, sent, received)
         # They come by rank, and an expert takes those of all ranks together.
         counts = routes.kept.view(size, size, here)[:, comm.rank]
-        numbers = torch.arange(here).repeat(size).repeat_interleave(counts.reshape(-1))
+        numbers = torch.arange(here, device="cpu").repeat(size).repeat_interleave(counts.reshape(-1))
         order = numbers.argsort(stable=True).to(rows.device)
         # The gradient of an expert is the sum over ranks, and that of the router is averaged: scale it in between.
         arrived = _scale_gradient(arrived[order], size)
@@ -177,8 +178,9 @@ class MixtureOfExperts(nn.Module):
         if self.token_exchange is None:  # a pickle contains no communicator, which would be invalid in another job
             self.token_exchange = TokenExchange(runtime.communicator(None))
             _check(self.token_exchange.comm, self.num_features, self.num_experts, self.top_k, self.capacity_factor)
+            self._sharding = make_sharding(None, None)
             for parameter in self.experts.parameters():
-                set_sharded(parameter)
+                mark(parameter, self._sharding)
 
 
 class _Routes(NamedTuple):
@@ -260,6 +262,14 @@ def _scale_gradient(values: Tensor, factor: float) -> Tensor:
     """Return the values, whose gradient is multiplied by a factor."""
     same: Callable[[Tensor], Tensor] = lambda given: given.view_as(given)  # noqa: E731
     return values if factor == 1 else linear_map(values, same, lambda gradient: gradient * factor)
+
+
+def _mark_experts(module: nn.Module, *_: Any) -> None:
+    """Mark new parameters, such as those of ``load_state_dict(assign=True)``: their modules know nothing of shards."""
+    assert isinstance(module, MixtureOfExperts)
+    for parameter in module.experts.parameters():
+        if not hasattr(parameter, SHARDED):
+            mark(parameter, module._sharding)
 
 
 def _leave_out_other_experts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

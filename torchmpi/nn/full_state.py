@@ -15,7 +15,7 @@ from .. import collectives
 from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, rank_prefix
 from ..files import MOST_JSON_BYTES, parse_json, read
 from ..session import runtime
 from .sharding import mark, sharding_of
@@ -42,12 +42,14 @@ def full_state_dict(model: nn.Module, *, root: int | None = 0, comm: Comm = None
         The state dict, with tensors that the model does not use. Empty on ranks other than the root.
 
     Raises:
-        ArgumentError: The model is divided over other ranks than those of `comm`.
+        ArgumentError: The model is divided over other ranks than those of `comm`, or has other shards, such as those of
+            :class:`MPLinear` and :class:`MixtureOfExperts`.
 
     Example:
         state = mpinn.full_state_dict(model)
         if mpi.rank() == 0:
-            safetensors.torch.save_file(state, "model.safetensors")
+            names = {id(tensor): name for name, tensor in state.items()}  # files have one name of a tensor
+            safetensors.torch.save_file({name: state[name] for name in names.values()}, "model.safetensors")
     """
     communicator = runtime.communicator(comm)
     is_kept = root is None or communicator.rank == root
@@ -131,6 +133,13 @@ def _entries(model: nn.Module, comm: Communicator) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
+            sharding = None if id(tensor) in divided else sharding_of(tensor)
+            if sharding is not None and (sharding.comm is None or sharding.comm.size > 1):
+                raise ArgumentError(
+                    f"{rank_prefix()}{name!r} is a shard of a layer that tensor_parallel has not divided, so the parts "
+                    "of other ranks are not known here. Save a model with MPLinear by full_weight() of that layer, and "
+                    "one with MixtureOfExperts by joining the state_dict() of all ranks."
+                )
             entries[name] = _Entry(tensor, *divided.get(id(tensor), ("", None)))
     return entries
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError, rank_prefix
 from .join_state import JOIN_STATE
 from .replica import Replica, attached
+from .sharding import sharding_of
 
 IN_ONE_CALL = "synchronize_gradients(net) after backward"
 ASYNCHRONOUS = "synchronize_gradients_async(net) after backward, also in a closure"
@@ -204,6 +207,29 @@ register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)  # a closure may have run backward without a synchronization
 # Its operation changes gradients without a change of their version counters, and torch has no hook there.
 setattr(GradScaler, "unscale_", _checked(GradScaler.unscale_))  # noqa: B010, assignment is refused by mypy
+
+
+# --- overflows of shards
+
+
+def _agreed(check: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    @wraps(check)
+    def agreed(self: GradScaler, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
+        found = check(self, optimizer, *arguments)
+        shardings = [sharding_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        comms = {id(each.comm.intra): each.comm for each in shardings if each is not None and each.comm is not None}
+        for comm in comms.values():
+            mine = torch.tensor(any(bool(each) for each in found.values()), dtype=torch.uint8, device="cpu")
+            overflow = bool(collectives.allreduce(mine, op="max", comm=comm))
+            for each in found.values():
+                each.fill_(overflow)
+        return found
+
+    return agreed
+
+
+# The only rank with a shard would skip a step alone. Steps of fused optimizers come here without `unscale_`.
+setattr(GradScaler, "_unscale_grads_", _agreed(GradScaler._unscale_grads_))  # noqa: B010
 
 
 # --- uses of gradients without hooks, found at their synchronization

@@ -13,13 +13,13 @@ from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
 from .functional import linear_map
 from .layer_comm import LayerComm
-from .sharding import mark, set_sharded, sharding_of
+from .sharding import KeepsShards, set_sharded
 
 _NOUN = "an MPLinear"
 
 
 @checks_types
-class MPLinear(nn.Module):
+class MPLinear(KeepsShards):
     """``nn.Linear`` with its input features divided over the ranks, for weights too large for one device. Collective.
 
     Input and output are complete and equal on all ranks; each rank stores only its columns of the weight and computes a
@@ -79,7 +79,7 @@ class MPLinear(nn.Module):
         layer_comm.check_same_input(input)
         partial_output = nn.functional.linear(linear_map(input, layer_comm.narrow, layer_comm.gather), self.weight)
         output = linear_map(partial_output, layer_comm.reduce, layer_comm.replicate)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # autocast does not cast sums
 
     @torch.no_grad()
     def full_weight(self) -> Tensor:
@@ -121,14 +121,6 @@ class MPLinear(nn.Module):
             layer.load_state_dict({**linear.state_dict(), "weight": layer.select_columns(linear.weight)})
         """
         return self._layer_comm.narrow(whole)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; another weight, as of ``load_state_dict(assign=True)``, is the same shard."""
-        earlier = self._parameters.get(name)
-        super().register_parameter(name, param)
-        sharding = None if earlier is None else sharding_of(earlier)
-        if sharding is not None and param is not None:
-            mark(param, sharding)
 
     def extra_repr(self) -> str:
         """Describe the layer, for ``repr``."""

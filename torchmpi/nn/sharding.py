@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..argument_types import checks_types
 from ..communicators.communicator import Communicator
@@ -88,7 +89,7 @@ def set_sharded(tensor: Tensor, *, comm: Comm = None, data_comm: Comm = None) ->
         mpi.set_communicator(0)
         mpinn.set_sharded(layer.weight, comm=model_level)
     """
-    mark(tensor, _make_sharding(comm, data_comm))
+    mark(tensor, make_sharding(comm, data_comm))
 
 
 @checks_types
@@ -120,7 +121,28 @@ def mark(tensor: Tensor, sharding: Sharding) -> None:
     setattr(tensor, _DEEPCOPY, _Copier(tensor))  # torch does not copy the attributes of a parameter
 
 
-def _make_sharding(comm: Comm, data_comm: Comm) -> Sharding:
+class KeepsShards(nn.Module):
+    """A layer with shards: a tensor that replaces a parameter is the same shard."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, such as one of ``load_state_dict(assign=True)``."""
+        sharding = getattr(self._parameters.get(name), SHARDED, None)
+        super().register_parameter(name, param)
+        if sharding is not None and param is not None:
+            mark(param, sharding)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsShards:
+        # It registers no parameters: that of ``to_empty()`` of the meta device writes new ones into the layer.
+        marked = {name: getattr(each, SHARDED, None) for name, each in self.named_parameters(remove_duplicate=False)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, sharding in marked.items():
+            if sharding is not None:
+                mark(self.get_parameter(name), sharding)
+        return self
+
+
+def make_sharding(comm: Comm, data_comm: Comm) -> Sharding:
+    """Return the ranks of a shard, with the defaults of :func:`set_sharded`."""
     communicator = runtime.communicator(comm)
     if data_comm is None:
         return Sharding(communicator, _default_data_comm(communicator))

@@ -22,7 +22,7 @@ from .layer_comm import LayerComm
 from .replica import Attachment, Replica
 from .replica_check import check_with_allreduce, checksum
 from .row_product import linear
-from .sharding import set_sharded
+from .sharding import KeepsShards, set_sharded
 from .tensor_plan import Cut, Division, Kind, Plan, PlanName, TensorSplit, division_of_model, is_transposed
 
 _PART = "_torchmpi_part"
@@ -168,7 +168,8 @@ class DividedPart(Attachment):
             return features
         if not features.requires_grad:
             return self._layer_comm.gather(features)
-        return linear_map(features, self._layer_comm.gather, self._layer_comm.narrow)
+        begin, length, _ = self.range()
+        return linear_map(features, self._layer_comm.gather, lambda whole: whole.narrow(-1, begin, length))
 
     def range(self) -> tuple[int, int, int]:
         """Return begin and length of this rank's range of the weight, and the length of all."""
@@ -221,17 +222,26 @@ class SharedInput(Attachment):
     def enter(self, input: Tensor, is_training: bool) -> Tensor:
         """Return a tensor that is used like `input`, with the sum of the gradients of all ranks."""
         if input is not self._input:
+            self._forget()
             self._layer_comm.check_same_input(input, is_training)
             if self._is_alone or not (input.requires_grad and torch.is_grad_enabled()):
                 return input
             self._input, self._num_left = input, self.num_layers
-            self._entered = linear_map(input, self._layer_comm.replicate, self._layer_comm.reduce)
+            self._entered = linear_map(input, self._layer_comm.replicate, self._reduce)
         entered = self._entered
         assert entered is not None
         self._num_left -= 1
-        if self._num_left <= 0:  # the graph has what it needs, and the input may be freed
-            self._input = self._entered = None
+        if self._num_left <= 0:
+            self._forget()
         return entered
+
+    def _forget(self) -> None:
+        """Let the input be freed; the graph has what it needs."""
+        self._input = self._entered = None
+
+    def _reduce(self, gradient: Tensor) -> Tensor:
+        self._forget()  # fewer layers have taken it, as in cross-attention, where queries have another input
+        return self._layer_comm.reduce(gradient)
 
 
 # --- the layers ---------------------------------------------------------------------------------------------
@@ -272,7 +282,7 @@ class _Rows:
                 f"but got {input.shape[-1]}. The plan must divide the layer that computes its input in columns."
             )
         output = part.add(linear(input, weight))
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)  # autocast does not cast sums
 
 
 class _Entries:
@@ -318,7 +328,7 @@ _CLASSES: dict[Kind, type] = {
 def _divided_class(kind: Kind, own: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a divided layer, which stays one of its own class."""
     forward = _CLASSES[kind]
-    return type(f"{forward.__name__.strip('_')}Of{own.__name__}", (forward, own), {"__module__": __name__})
+    return type(f"{forward.__name__.strip('_')}Of{own.__name__}", (forward, KeepsShards, own), {"__module__": __name__})
 
 
 def _set_sizes(layer: Any) -> None:

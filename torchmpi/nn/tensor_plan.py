@@ -237,6 +237,12 @@ def _unmatched(pattern: str, layers: Mapping[str, nn.Module]) -> str:
 
 def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, num_ranks: int) -> Division:
     if split.kind == "added":
+        own = [parameter for parameter, _ in layer.named_parameters(recurse=False)]
+        if inner := [parameter for parameter, _ in layer.named_parameters() if parameter not in own]:
+            raise ArgumentError(
+                f"{name!r}, which the plan marks as 'added', contains the layer of {inner[0]!r}, whose gradients would "
+                f'not be added. Give its layers in the plan instead, such as "{name}.{inner[0].rpartition(".")[0]}".'
+            )
         return Division(split, {}, num_ranks)
     transposed = is_transposed(layer)
     wanted = nn.Embedding if split.kind == "embedding" else nn.Linear
@@ -249,6 +255,11 @@ def _divide(model: nn.Module, name: str, layer: nn.Module, split: TensorSplit, n
         raise ArgumentError(
             f"{name!r}: an embedding with sparse=True, max_norm or scale_grad_by_freq cannot be divided. Leave these "
             "out, or leave the layer out of the plan."
+        )
+    if split.kind in ("head", "embedding") and split.stacked != 1:
+        raise ArgumentError(
+            f"{name!r}: stacked={split.stacked} is not for {split.kind!r}, of which each rank has one range of "
+            f"{_features(split)}. Leave it out."
         )
     parent = model.get_submodule(name.rpartition(".")[0])
     for attribute in split.attributes:
