@@ -592,6 +592,12 @@ def test_spare_ranks_take_the_places_of_lost_ones_with_the_bits_of_an_undisturbe
         assert result.stderr.count("a spare rank is now rank") == num_spares, result.output
 
 
+def test_spare_ranks_leave_although_a_rank_is_killed_after_stop(replace):
+    """Regression: rank 0, which was killed, releases them; they waited for the others, and failed after ten minutes."""
+    result = replace(2, 1, "mpi.barrier()\nmpi.stop()\nif FIRST == 0:\n    time.sleep(0.5)\n    die()", "none")
+    assert result.returncode != 124 and "StallError" not in result.stderr, result.output
+
+
 RESPAWN = """
 import torch.distributed as dist
 
@@ -670,8 +676,15 @@ def test_a_new_rank_joins_at_a_copy_of_the_engine(survive):
 
 LOST_WHILE_JOINING = """
 from torchmpi.launch.launcherless import newcomer_store
-if FIRST == 2:
+from torchmpi.session import runtime
+
+def choose_devices(self, *arguments, choose=runtime.Runtime._choose_devices, **options):
+    die() if self.world.size == 3 else choose(self, *arguments, **options)
+
+if FIRST == 2 and sys.argv[1] == "connecting":
     newcomer_store.reach = lambda *_: die()
+elif FIRST == 2:
+    runtime.Runtime._choose_devices = choose_devices
 
 @mpi.elastic(step=0, timeout=10_000)
 def train(job):
@@ -688,9 +701,10 @@ mpi.stop()
 
 
 @pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
-def test_a_new_rank_does_not_wait_for_one_that_is_lost_while_it_joins(survive):
-    """Regression: it waited for the connection of the lost one until a limit, and the others for the new one."""
-    result = survive(3, LOST_WHILE_JOINING, options=["--respawns", "1"])
+@pytest.mark.parametrize("moment", ("connecting", "starting"))
+def test_a_new_rank_joins_although_another_one_is_lost_meanwhile(survive, moment):
+    """Regression: it waited for the connection of the lost one, and the others for it; later, the job ended."""
+    result = survive(3, LOST_WHILE_JOINING, moment, options=["--respawns", "1"])
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.output
 
 

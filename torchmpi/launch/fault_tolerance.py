@@ -235,6 +235,8 @@ class FaultTolerantMPI(Continuing):
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
         self._is_whole = True
+        self._is_released = False
+        """Whether the job has ended, so that this spare rank leaves."""
         """Of a spare rank that is released: whether no rank has been lost."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -296,12 +298,15 @@ class FaultTolerantMPI(Continuing):
             prepare()
         while self._first.rank not in self._places:
             self.is_newcomer = True
-            if self._is_released():
+            try:
+                if self._reason and not self._is_released:
+                    self.agree(_SPARE_SECONDS)
+            except RankLostError:
+                if not self._is_released:
+                    raise
+            if self._is_released:
                 sys.exit(0)
-            if self._reason:
-                self.agree(_SPARE_SECONDS)
-            else:
-                time.sleep(_IDLE_SECONDS)
+            time.sleep(_IDLE_SECONDS)
         for name, number in ((_OWN_NUMBER, self.COMM_WORLD.rank), (_NUM_RANKS, self.COMM_WORLD.size)):
             if name in os.environ:
                 os.environ[name] = str(number)
@@ -310,13 +315,15 @@ class FaultTolerantMPI(Continuing):
         """Let communicators be known, so that a loss ends their calls: those of `COMM_WORLD` from now on."""
         self.begin()
 
-    def _is_released(self) -> bool:
-        with contextlib.suppress(self._library.Exception):
-            for rank in self._places:
-                if self._first.Iprobe(rank, _RELEASE_TAG):
+    def _look_for_release(self) -> None:
+        """Let this spare rank leave if the job has ended, also while it waits for the remaining ranks."""
+        assert self.survivors is not None
+        for rank in self._places:
+            with contextlib.suppress(self._library.Exception):  # it is lost
+                if not self._is_released and self._first.Iprobe(rank, _RELEASE_TAG):
                     self._is_whole = self._first.recv(None, rank, _RELEASE_TAG)
-                    return True
-        return False
+                    self._is_released = True
+                    self.survivors.exclude("the job has ended")
 
     def _enter(self, world: Any) -> None:
         """Take a communicator as `COMM_WORLD`; COMM_NULL if this rank is spare."""
@@ -467,6 +474,8 @@ class FaultTolerantMPI(Continuing):
         with self._lock:
             self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
             self._end_if_told()
+            if self._first.rank not in self._places:
+                self._look_for_release()
             for rank in self._failed():
                 self.survivors.note(rank, f"{self._named(rank)} is gone: its process has ended")
             if self._reason or self._is_revoked():

@@ -397,6 +397,18 @@ def loss_behind_error() -> str:
     return abilities(_stand_in or _fault_tolerant).loss_behind_error()
 
 
+def is_newcomer() -> bool:
+    """Return whether this rank takes the place of a lost one, and has no state yet."""
+    return abilities(_stand_in or _fault_tolerant).is_newcomer
+
+
+def recover(timeout_seconds: float) -> None:
+    """Agree with the remaining ranks who is left."""
+    library = _stand_in or _fault_tolerant
+    assert library is not None
+    library.recover(timeout_seconds)
+
+
 def thread_level(MPI: Any) -> str:
     """Return ``MULTIPLE``, ``SERIALIZED``, ``FUNNELED`` or ``SINGLE``."""
     level = MPI.Query_thread()

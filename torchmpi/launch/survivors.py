@@ -179,6 +179,12 @@ class Survivors:
         with self._changed:  # in an earlier view, of a loss that is over, no present member is lost
             self._wait_for_others(tell, timeout_seconds, limit, lambda view, _: bool(view.lost & members))
 
+    def exclude(self, reason: str) -> None:
+        """End the wait for the others, which continue without this rank."""
+        with self._changed:
+            self.exclusion = reason
+            self._changed.notify_all()
+
     def settle(self, members: Sequence[int]) -> None:
         """Take over who is left, on which others have agreed."""
         with self._changed:

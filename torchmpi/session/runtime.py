@@ -24,7 +24,7 @@ from ..backends.gpus import Devices, ipc_key
 from ..backends.job_facts import JobFacts, load_backends, make_backends
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
-from ..communicators import splits
+from ..communicators import release, splits
 from ..communicators.call_log import CallLog
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
@@ -69,6 +69,9 @@ Initializer = Callable[[], Any]
 
 running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
+_has_started = False
+"""Whether a start has been completed."""
+_JOINING_SECONDS = 60.0
 _is_after_loss = False
 """Whether ranks have been lost since the last complete start."""
 _get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
@@ -104,10 +107,9 @@ class Runtime:
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI = mpi_library.initialize()
         library = mpi_library.abilities(self.MPI)
-        was_newcomer = library.is_newcomer
         library.take_place(_prepare_spare)
-        self.joins = library.is_newcomer and not was_newcomer
-        """Whether this rank was a spare until now."""
+        self.joins = library.is_newcomer and not _has_started
+        """Whether this rank was a spare until now, or is new."""
         with StartWatch(config):
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
@@ -453,7 +455,6 @@ def start(
             print(mpi.rank(), "of", mpi.size())
             mpi.stop()
     """
-    global running, _is_after_loss
     if problem := children.why_no_rank():
         raise LaunchError(problem)
     if settings := sorted(_unknown.keys() & {field.name for field in dataclasses.fields(Config)}):
@@ -469,18 +470,34 @@ def start(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    with no_garbage_collection():  # a collection would look at all objects of torch
-        running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
-    children.note_rank(running.world.rank)
-    running.arguments = {
+    arguments = {
         "with_cuda": with_cuda,
         "ipc_groups": ipc_groups,
         "custom_communicator_init": custom_communicator_init,
         "cartesian": cartesian,
         "collective_communicator": collective_communicator,
-        "config": running.config,
+        "config": config,
     }
-    running.make_levels(custom_communicator_init, collective_communicator)
+    while True:
+        try:
+            return _start(arguments)
+        except RankLostError as error:
+            if not mpi_library.is_newcomer():
+                raise
+            logger.warning(f"lost another rank while this one joins: {error}")
+            mpi_library.recover(_JOINING_SECONDS)
+            abandon()
+            release.forget()
+
+
+def _start(arguments: dict[str, Any]) -> None:
+    global running, _is_after_loss, _has_started
+    passed = {name: arguments[name] for name in ("with_cuda", "cartesian", "ipc_groups")}
+    with no_garbage_collection():  # a collection would look at all objects of torch
+        running = Runtime(arguments["config"], **passed)
+    children.note_rank(running.world.rank)
+    running.arguments = arguments | {"config": running.config}
+    running.make_levels(arguments["custom_communicator_init"], arguments["collective_communicator"])
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
     logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
@@ -488,6 +505,7 @@ def start(
     if _is_after_loss or running.joins:
         _continue_services(running.world, joins=running.joins)
         _is_after_loss = False
+    _has_started = True
 
 
 def _continue_services(world: Group, *, joins: bool) -> None:
