@@ -71,6 +71,6 @@ def test_the_job_ends_after_the_loss_of_a_rank_of_open_mpi(start: Start, folder:
     program = ROOT / "scripts" / "loss_program.py"
     job = start("h0:2,h1:1", "elastic loop", "SIGKILL", "0", folder, survive=True, program=program)
     assert job.wait_for_launchers(SECONDS) == [0], job.output()
-    is_crash = "ompi_comm_shrink_internal" in job.output()  # of Open MPI in another rank, as docs/design/recovery.md says
+    is_crash = "ompi_comm_shrink_internal" in job.output()  # of Open MPI, in another rank: see docs/design/recovery.md
     numbers = re.findall(r"of now (\d), 1 losses", job.output())
     assert numbers == (["1"] if is_crash else ["2", "2"]) and "WRONG" not in job.output(), job.output()
