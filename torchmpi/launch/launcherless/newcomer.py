@@ -31,9 +31,8 @@ class Newcomer(StandIn):
     def Is_finalized(self) -> bool:
         return self._is_connected and super().Is_finalized()
 
-    @property
-    def loss(self) -> str:
-        return super().loss if self._is_connected else ""
+    def loss_behind_error(self) -> str:
+        return super().loss_behind_error() if self._is_connected else ""
 
     @property
     def is_ending(self) -> bool:  # type: ignore[override]

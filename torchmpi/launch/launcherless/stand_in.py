@@ -312,6 +312,9 @@ class StandIn(Continuing):
     def loss(self) -> str:
         return self._endpoint.revoked
 
+    def loss_behind_error(self) -> str:
+        return self._endpoint.loss_behind_error()
+
     @property
     def problem(self) -> str:  # type: ignore[override]
         """Why calls fail for ever; '' otherwise."""
