@@ -273,7 +273,7 @@ class FaultTolerantMPI(Continuing):
             self._ending = world.Dup()  # revoked by a rank that ends the job, since that is seen at little cost
             self._hosts = self._first.allgather(socket.gethostname())
             self._everyone = self._first.Get_group()
-            self.survivors = Survivors(self._first.rank, self._hosts)
+            self.survivors = Survivors(self._first.rank, self._hosts, self._numbered)
             self._places = tuple(range(world.size - spares))
             # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
             self._enter(self._of_places(self._first, self._places))
@@ -492,11 +492,12 @@ class FaultTolerantMPI(Continuing):
         group.Free()
         return ranks
 
-    def _named(self, rank: int) -> str:
+    def _numbered(self, rank: int) -> str:
         """Return a rank as the program numbers it at present."""
-        assert self.survivors is not None
-        number = f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
-        return f"{number} on host {self._hosts[rank]}"
+        return f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
+
+    def _named(self, rank: int) -> str:
+        return f"{self._numbered(rank)} on host {self._hosts[rank]}"
 
     # --- failing and agreeing
 
