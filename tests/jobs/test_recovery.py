@@ -729,6 +729,9 @@ def test_a_new_rank_joins_although_another_one_is_lost_meanwhile(survive, moment
     """Regression: it waited for the connection of the lost one, and the others for it; later, the job ended."""
     result = survive(3, LOST_WHILE_JOINING, moment, options=["--respawns", "1"])
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.output
+    assert re.search(r"continuing on 2.*ranks: .*(lost is rank 1|rank 1 on host .* is gone)", result.stderr), (
+        result.output
+    )
 
 
 @pytest.mark.any_mpi

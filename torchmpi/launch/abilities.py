@@ -7,6 +7,9 @@ from typing import Any
 
 from .survivors import Survivors
 
+JOINS = "a new rank is ready to join"
+"""Why all calls fail when no rank is lost."""
+
 
 class Abilities:
     """The answers of a plain MPI library; each object that takes the place of ``mpi4py.MPI`` has its own."""
