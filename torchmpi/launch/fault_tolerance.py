@@ -46,7 +46,6 @@ _DETECTOR = "OMPI_MCA_mpi_ft_detector"
 _UNSAFE, _AGREEMENT = ("han", "adapt"), "ftagree"
 SPARES_VARIABLE = "TORCHMPI_SPARES"
 """How many of the ranks that were started are spare; the last ones."""
-_OWN_NUMBER, _NUM_RANKS = "RANK", "WORLD_SIZE"
 RUNNING_VARIABLE = "TORCHMPI_RUNNING_FILE"
 """Names a file that ranks make in ``start()`` and remove in ``stop()``: mpirun returns 0 also if all were killed."""
 HOW_ELSEWHERE = (
@@ -307,9 +306,7 @@ class FaultTolerantMPI(Continuing):
             if self._is_released:
                 sys.exit(0)
             time.sleep(_IDLE_SECONDS)
-        for name, number in ((_OWN_NUMBER, self.COMM_WORLD.rank), (_NUM_RANKS, self.COMM_WORLD.size)):
-            if name in os.environ:
-                os.environ[name] = str(number)
+        self.note_numbers()
 
     def before_groups(self) -> None:
         """Let communicators be known, so that a loss ends their calls: those of `COMM_WORLD` from now on."""

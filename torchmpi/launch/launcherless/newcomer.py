@@ -77,4 +77,4 @@ class Newcomer(StandIn):
         if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
             sys.exit(0)
         store.write(newcomer_store.joined(number), True)
-        os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}
+        self.note_numbers()
