@@ -139,6 +139,29 @@ def test_the_others_continue_after_one_kill_and_after_a_second(survive, moment, 
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
 
 
+@pytest.mark.parametrize("survive", ["without MPI"], indirect=True)
+def test_recover_waits_for_a_loss_of_which_the_program_has_not_been_told(survive):
+    """Regression: after an error of a communicator of MPI it saw no lost rank."""
+    code = """
+        from torchmpi.session import runtime
+        running = runtime.current()
+        note, running.MPI.survivors.on_loss = (
+            running.MPI.survivors.on_loss, lambda reason: threading.Timer(0.3, note, (reason,)).start()
+        )
+        if FIRST == 1:
+            die()
+        try:
+            running.world.comm.Barrier()
+        except running.MPI.Exception:
+            mpi.recover()
+        print(f"rank {mpi.rank()} of {mpi.size()}", flush=True)
+        mpi.stop()
+    """
+    result = survive(3, code)
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], result.output
+
+
 def test_a_second_rank_is_lost_while_the_others_recover_from_the_first_loss(survive):
     code = """
         from torchmpi.session import runtime
@@ -706,6 +729,9 @@ def test_a_new_rank_joins_although_another_one_is_lost_meanwhile(survive, moment
     """Regression: it waited for the connection of the lost one, and the others for it; later, the job ended."""
     result = survive(3, LOST_WHILE_JOINING, moment, options=["--respawns", "1"])
     assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.output
+    assert re.search(r"continuing on 2.*ranks: .*(lost is rank 1|rank 1 on host .* is gone)", result.stderr), (
+        result.output
+    )
 
 
 @pytest.mark.any_mpi

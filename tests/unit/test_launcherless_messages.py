@@ -294,6 +294,35 @@ def test_a_loss_is_reported_and_a_goodbye_is_not(trio):
         trio[0].Recv(np.zeros(1, np.uint8), 1, 1)
 
 
+def test_a_loss_is_known_before_the_first_call_fails(trio):
+    """Regression: who asked for the reason of the error was told that no rank was lost."""
+    known: list[tuple[str, bool]] = []
+    for comm in trio[:2]:
+        endpoint = comm._endpoint
+        endpoint.survivors = Survivors(comm.rank, ["a"] * 3)
+        receive = comm.Irecv(np.zeros(1, np.uint8), 2, 1)
+        receive.wake = lambda endpoint=endpoint: known.append((endpoint.revoked, endpoint.survivors.is_agreed))
+    kill(trio[2])
+    until(lambda: len(known) == 2)
+    assert all("rank 2 on host host2 is gone" in reason and not is_agreed for reason, is_agreed in known), known
+
+
+def test_a_send_that_fails_before_the_end_of_the_connection_is_read_is_of_a_loss():
+    """Regression: no rank was lost for who asked, so the error ended the job."""
+    with world(2) as (comm, other):
+        endpoint = comm._endpoint
+        endpoint.survivors = Survivors(0, ["a"] * 2)
+        endpoint._gives_way = True
+        endpoint._ring()
+        until(endpoint._take_turn)  # no other thread reads now
+        kill(other)
+        with pytest.raises(CommunicationError, match="is gone"):
+            comm.Send(np.zeros(1, np.uint8), 1, 1)
+        assert not endpoint.revoked
+        assert "is gone" in endpoint.loss_behind_error()
+        endpoint._end_turn()
+
+
 def test_a_rank_that_has_lost_all_connections_reads_from_a_new_rank():
     """Regression: the thread that reads ends without connections, so the rank waited for the new one for ever."""
     with world(2) as (comm, other):

@@ -199,6 +199,20 @@ def view_of(rank: int, lost: int, *, ready: bool = True) -> bytes:
     return other.own_view()
 
 
+def test_ranks_are_named_as_the_program_numbers_them():
+    """Regression: by their first numbers, and with spare ranks by other positions."""
+    rank = Survivors(2, ["a"] * 4)
+    rank.note(0, "killed")
+    rank.settle((1, 2, 3))
+    rank.note(1, "killed")
+    with pytest.raises(StallError, match=r"^rank 1: rank 2 still runs"):
+        met(rank, 0.05)
+    replaced = Survivors(2, ["a"] * 3, {0: "spare rank 0", 1: "rank 1", 2: "rank 0"}.__getitem__)
+    replaced.note(0, "killed")
+    with pytest.raises(StallError, match=r"^rank 0: rank 1 still runs"):
+        met(replaced, 0.05)
+
+
 def test_ranks_that_meet_may_know_of_different_losses():
     rank = Survivors(0, ["host"] * 4)
     rank.note(2, "killed")

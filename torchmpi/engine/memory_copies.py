@@ -68,11 +68,8 @@ class Recovery:
     def check(self, optimizer: torch.optim.Optimizer | None, sources: list[Source]) -> None:
         """Refuse a run that could not continue."""
         self._copies = MemoryCopies()
-        if not runtime.current().context.raises_lost_ranks:
-            raise ArgumentError(
-                f"rank {self._coordinator.rank}: recover() needs start(config=Config(on_lost_rank='raise')), or "
-                "TORCHMPI_ON_LOST_RANK=raise: without it, the job ends when a rank is lost."
-            )
+        if problem := recovery.why_not():
+            raise ArgumentError(f"rank {self._coordinator.rank}: recover(): {problem}")
         if not all(is_function(source) for source in sources):
             raise ArgumentError(
                 f"rank {self._coordinator.rank}: recover() needs functions for iterator= and validate=, such as "

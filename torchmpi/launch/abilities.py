@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .survivors import Survivors
+
+JOINS = "a new rank is ready to join"
+"""Why all calls fail when no rank is lost."""
 
 
 class Abilities:
@@ -131,6 +135,12 @@ class Continuing(Abilities):
             survivors.on_loss = lambda reason: None
 
         return stop
+
+    def note_numbers(self) -> None:
+        """Write the numbers of a rank that has taken a place to those variables of a launcher that are set."""
+        for name, number in (("RANK", self.COMM_WORLD.rank), ("WORLD_SIZE", self.COMM_WORLD.size)):
+            if name in os.environ:
+                os.environ[name] = str(number)
 
     def recover(self, timeout_seconds: float) -> tuple[int, ...]:
         """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.

@@ -46,7 +46,6 @@ _DETECTOR = "OMPI_MCA_mpi_ft_detector"
 _UNSAFE, _AGREEMENT = ("han", "adapt"), "ftagree"
 SPARES_VARIABLE = "TORCHMPI_SPARES"
 """How many of the ranks that were started are spare; the last ones."""
-_OWN_NUMBER, _NUM_RANKS = "RANK", "WORLD_SIZE"
 RUNNING_VARIABLE = "TORCHMPI_RUNNING_FILE"
 """Names a file that ranks make in ``start()`` and remove in ``stop()``: mpirun returns 0 also if all were killed."""
 HOW_ELSEWHERE = (
@@ -273,7 +272,7 @@ class FaultTolerantMPI(Continuing):
             self._ending = world.Dup()  # revoked by a rank that ends the job, since that is seen at little cost
             self._hosts = self._first.allgather(socket.gethostname())
             self._everyone = self._first.Get_group()
-            self.survivors = Survivors(self._first.rank, self._hosts)
+            self.survivors = Survivors(self._first.rank, self._hosts, self._numbered)
             self._places = tuple(range(world.size - spares))
             # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
             self._enter(self._of_places(self._first, self._places))
@@ -307,9 +306,7 @@ class FaultTolerantMPI(Continuing):
             if self._is_released:
                 sys.exit(0)
             time.sleep(_IDLE_SECONDS)
-        for name, number in ((_OWN_NUMBER, self.COMM_WORLD.rank), (_NUM_RANKS, self.COMM_WORLD.size)):
-            if name in os.environ:
-                os.environ[name] = str(number)
+        self.note_numbers()
 
     def before_groups(self) -> None:
         """Let communicators be known, so that a loss ends their calls: those of `COMM_WORLD` from now on."""
@@ -492,11 +489,12 @@ class FaultTolerantMPI(Continuing):
         group.Free()
         return ranks
 
-    def _named(self, rank: int) -> str:
+    def _numbered(self, rank: int) -> str:
         """Return a rank as the program numbers it at present."""
-        assert self.survivors is not None
-        number = f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
-        return f"{number} on host {self._hosts[rank]}"
+        return f"rank {self._places.index(rank)}" if rank in self._places else f"spare rank {rank}"
+
+    def _named(self, rank: int) -> str:
+        return f"{self._numbered(rank)} on host {self._hosts[rank]}"
 
     # --- failing and agreeing
 

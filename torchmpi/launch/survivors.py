@@ -35,9 +35,12 @@ class Survivors:
     (True, True, 'killed (according to rank 0)')
     """
 
-    def __init__(self, rank: int, networks: Sequence[str]) -> None:
-        """Begin with all ranks; a rank with the same key in `networks` as a remaining one is lost only if it ended."""
-        self.rank, self._networks = rank, dict(enumerate(networks))
+    def __init__(self, rank: int, networks: Sequence[str], name: Callable[[int], str] | None = None) -> None:
+        """Begin with all ranks; a rank with the same key in `networks` as a remaining one is lost only if it ended.
+
+        `name` returns a rank as the program knows it at present: by default its position among the members.
+        """
+        self.rank, self._networks, self._name = rank, dict(enumerate(networks)), name or self._position
         self.members = tuple(range(len(networks)))
         """The ranks that have agreed last."""
         self.exclusion = ""
@@ -141,10 +144,12 @@ class Survivors:
             if peer in self._lost:  # it may have lost this one, too; the others decide
                 return False
             if self.rank in lost:
-                self.exclusion = f"rank {peer} has lost its connection to this rank, and the others go on without it"
+                self.exclusion = (
+                    f"{self._name(peer)} has lost its connection to this rank, and the others go on without it"
+                )
             num_before = len(self._lost)
             for rank, reason in lost.items():
-                source = "" if "according to" in reason else f" (according to rank {peer})"
+                source = "" if "according to" in reason else f" (according to {self._name(peer)})"
                 self._lost.setdefault(rank, reason + source)
             self._offered = offered | self._offered
             if is_ready:
@@ -189,7 +194,7 @@ class Survivors:
         """Take over who is left, on which others have agreed."""
         with self._changed:
             for rank in {*self.members} - {*members}:
-                self._lost.setdefault(rank, f"{self._numbers([rank])} is gone")
+                self._lost.setdefault(rank, f"{self._name(rank)} is gone")
             self.members = tuple(members)
 
     def _wait_for_others(
@@ -205,7 +210,7 @@ class Survivors:
         try:
             while True:
                 if self.exclusion:
-                    raise RankLostError(f"rank {self.rank} cannot go on: {self.exclusion}.")
+                    raise RankLostError(f"{self._name(self.rank)} cannot go on: {self.exclusion}.")
                 own = View(frozenset(self._lost), frozenset(self._offered))
                 members = self.remaining
                 self._check_number(members)
@@ -220,7 +225,7 @@ class Survivors:
                 if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
                     why = f"The loss: {self.last_reason}" if self._lost else "A new rank joins"
                     raise StallError(
-                        f"rank {self.rank}: {self._numbers(late)} still runs, but has not called recover() within "
+                        f"{self._name(self.rank)}: {self._names(late)} still runs, but has not called recover() within "
                         f"{timeout_seconds:g} s. {why}."
                     )
         finally:
@@ -241,12 +246,14 @@ class Survivors:
         excess = 2 * len(members) - len(self.members)
         if unsure and (excess < 0 or (excess == 0 and self.members[0] not in members)):
             raise RankLostError(
-                f"rank {self.rank} cannot go on: {self._numbers(unsure)} may be alive behind a cut link, and "
+                f"{self._name(self.rank)} cannot go on: {self._names(unsure)} may be alive behind a cut link, and "
                 f"{len(members)} of {len(self.members)} ranks are left. Only more than half of the ranks, or the half "
                 "with the lowest one, may go on. Start again from a checkpoint."
             )
 
-    def _numbers(self, ranks: Sequence[int]) -> str:
-        """Return ranks as the program numbers them at present."""
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self._name, ranks))
+
+    def _position(self, rank: int) -> str:
         present = (*self.members, *sorted(self._reached - {*self.members}))
-        return "rank " + ", ".join(str(present.index(rank)) for rank in ranks)
+        return f"rank {present.index(rank)}" if rank in present else "a new rank"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from ..communicators import release
 from ..errors import ArgumentError, RankLostError
 from ..launch import mpi_library, respawning
+from ..launch.abilities import JOINS
 from ..log import logger
 from . import runtime
 
@@ -93,11 +94,12 @@ def recover(timeout: float = 60.0) -> tuple[int, ...]:
             logger.warning(f"lost another rank while recovering: {error}")
             continue
         if former[runtime.current().world.rank] == min(rank for rank in former if rank >= 0):
-            lost = sorted({*range(old.world.size)} - {*former})
-            several = f"; lost are ranks {', '.join(map(str, lost))}" if len(lost) > 1 else ""  # the reason is of one
+            lost, joins = sorted({*range(old.world.size)} - {*former}), old.context.loss == JOINS
+            who = f"; lost {'are ranks' if len(lost) > 1 else 'is rank'} {', '.join(map(str, lost))}"
+            several = who if len(lost) > (0 if joins else 1) else ""  # the reason is of one, or of none
             kind = "new" if respawning.limit() else "spare"
             fresh = f"; a {kind} rank is now rank {former.index(-1)}" if -1 in former else ""
-            of = f" of {old.world.size}" if len(former) <= old.world.size else ""
+            of = "" if joins else f" of {old.world.size}"
             logger.warning(f"continuing on {len(former)}{of} ranks: {old.context.loss}{several}{fresh}")
         _recovered_seconds = time.monotonic()
         return former

@@ -35,7 +35,7 @@ _LOST_RANKS = (1 << 64) - 1
 """The context of messages about lost ranks."""
 _STAGING_BYTES = 64 << 10
 _TURN_SECONDS = 2e-3  # for this time after a caller has read, the thread does not read
-_GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
+_GOODBYE_SECONDS, _ABORT_SECONDS, _NOTICE_SECONDS = 10.0, 1.0, 2.0
 _MOST_REASON_BYTES = 4 << 10
 _TORCHRUN_SECONDS = 0.5  # torchrun looks at its processes ten times a second
 _exit_process = os._exit  # start() replaces os._exit by a function that reports
@@ -422,6 +422,10 @@ class Endpoint:
         problem = link.problem or f"{link.name} is gone: {reason}"  # a failed send knows more than the end of a stream
         if left:
             problem = f"{link.name} has left: it has closed its connections"
+        survivors, is_open = self.survivors, not (self._is_ending or self.problem)
+        is_loss = survivors is not None and is_open and survivors.note(link.peer, problem) and not left
+        if is_loss:  # known before the first request fails, whose caller asks for the reason
+            self.revoked = self.revoked or problem
         link.refuse(problem)
         with self._lock:
             (self._left if left else self._gone)[link.peer] = problem
@@ -432,11 +436,10 @@ class Endpoint:
                 hopeless.append(arrival.receive)
             elif arrival is not None and arrival in self._arrived[arrival.context]:
                 self._arrived[arrival.context].remove(arrival)
-        survivors, is_over = self.survivors, self._is_ending or bool(self.problem)
-        if survivors is not None and not is_over and survivors.note(link.peer, problem) and not left:
-            self._revoke(problem)  # before a call fails: its caller asks whether a rank is lost
         for receive in hopeless:
             receive.complete(problem)
+        if is_loss:
+            self._revoke(problem)
         tell = self.on_loss  # another thread may reset it
         if survivors is None and tell is not None and not (left or self._is_ending):
             tell(link.peer, problem)
@@ -463,6 +466,16 @@ class Endpoint:
         self._tell_lost()
         assert self.survivors is not None
         self.survivors.on_loss(self.revoked)
+
+    def loss_behind_error(self) -> str:
+        """Return `revoked`, after a call has failed: a send fails before the end of its connection has been read."""
+        limit = time.monotonic() + _NOTICE_SECONDS
+        while not self.revoked and time.monotonic() < limit:
+            if not any(link.problem and link.peer not in {**self._gone, **self._left} for link in self._links.values()):
+                break
+            self.progress()
+            time.sleep(1e-4)
+        return self.revoked
 
     def end_calls(self, reason: str) -> None:
         """Fail all calls, so that the ranks meet in :meth:`agree`, as all other ranks do now."""

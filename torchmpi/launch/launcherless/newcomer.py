@@ -31,9 +31,8 @@ class Newcomer(StandIn):
     def Is_finalized(self) -> bool:
         return self._is_connected and super().Is_finalized()
 
-    @property
-    def loss(self) -> str:
-        return super().loss if self._is_connected else ""
+    def loss_behind_error(self) -> str:
+        return super().loss_behind_error() if self._is_connected else ""
 
     @property
     def is_ending(self) -> bool:  # type: ignore[override]
@@ -78,4 +77,4 @@ class Newcomer(StandIn):
         if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
             sys.exit(0)
         store.write(newcomer_store.joined(number), True)
-        os.environ |= {"RANK": str(self.COMM_WORLD.rank), "WORLD_SIZE": str(self.COMM_WORLD.size)}
+        self.note_numbers()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ... import _version
 from ...tensors import schedule
 from .. import respawning
-from ..abilities import Continuing
+from ..abilities import JOINS, Continuing
 from ..survivors import Survivors
 from . import newcomer_store
 from .endpoint import Endpoint
@@ -312,6 +312,9 @@ class StandIn(Continuing):
     def loss(self) -> str:
         return self._endpoint.revoked
 
+    def loss_behind_error(self) -> str:
+        return self._endpoint.loss_behind_error()
+
     @property
     def problem(self) -> str:  # type: ignore[override]
         """Why calls fail for ever; '' otherwise."""
@@ -349,7 +352,7 @@ class StandIn(Continuing):
         survivors, found = self.begin(), self._found
         assert found is not None
         survivors.offer(found.rank, found)
-        self._endpoint.end_calls("a new rank is ready to join")
+        self._endpoint.end_calls(JOINS)
         return self.loss
 
     def _meet_newcomers(self, timeout_seconds: float) -> None:
