@@ -234,9 +234,9 @@ class FaultTolerantMPI(Continuing):
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
         self._is_whole = True
+        """Of a spare rank that is released: whether no rank has been lost."""
         self._is_released = False
         """Whether the job has ended, so that this spare rank leaves."""
-        """Of a spare rank that is released: whether no rank has been lost."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
