@@ -18,19 +18,21 @@ class LossWatch:
 
     def __init__(self, context: GroupContext) -> None:
         self._context = context
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         context.raises_lost_ranks = True
 
     def note(self, reason: str) -> None:
         """Begin to end the calls, for this reason."""
         self._context.loss = self._context.loss or reason
-        if self._thread is None:
-            end = partial(end_calls, self._context.groups, self._closed.is_set)
-            self._thread = threading.Thread(target=end, name="torchmpi lost rank", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                end = partial(end_calls, self._context.groups, self._closed.is_set)
+                self._thread = threading.Thread(target=end, name="torchmpi lost rank", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
-        self._closed.set()
+        with self._lock:  # another thread may be in note()
+            self._closed.set()
         if self._thread is not None:
             self._thread.join()
