@@ -19,13 +19,11 @@ esac
 runs=${1:-10} num_loops=${2:-4}
 [[ $runs =~ ^[1-9][0-9]*$ && $num_loops =~ ^[0-9]+$ ]] || fail "wants numbers of runs and of loops, not '$*'" "See $0 --help"
 
-loops=()
-for ((number = 0; number < num_loops; number++)); do
-    while :; do :; done &
-    loops+=($!)
-done
+# The loops are a session of their own, as if they had been started in another terminal.
+setsid bash -c 'for ((number = 0; number < $1; number++)); do while :; do :; done & done; wait' loops "$num_loops" &
+loops=$!
 log=$(mktemp)
-trap 'kill -- ${loops[@]+"${loops[@]}"} 2>/dev/null; rm -f "$log"' EXIT
+trap 'kill -- "-$loops" 2>/dev/null; rm -f "$log"' EXIT
 
 say "| run | result | seconds | load |"
 say "|---|---|---|---|"
