@@ -993,8 +993,25 @@ def test_run_refuses_other_libraries(alone):
     assert "--without-mpi" in result.stderr and "--restarts" in result.stderr, result.output
 
 
-def test_it_is_no_success_if_all_ranks_are_killed(survive):
-    result = survive(2, "mpi.barrier()\ndie()")
+ALL_KILLED = {
+    "after a barrier": "mpi.barrier()\ndie()",
+    "the last one in recover()": """
+        from torchmpi.session import runtime
+        if FIRST == 1:
+            die()
+        runtime.start = lambda *arguments, **options: die()
+        try:
+            while True:
+                mpi.barrier()
+        except mpi.RankLostError:
+            mpi.recover()
+    """,
+}
+
+
+@pytest.mark.parametrize("when", ALL_KILLED)
+def test_it_is_no_success_if_all_ranks_are_killed(survive, when):
+    result = survive(2, ALL_KILLED[when])
     assert result.returncode == 128 + signal.SIGKILL, result.output
 
 

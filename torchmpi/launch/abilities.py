@@ -58,6 +58,9 @@ class Abilities:
     def before_groups(self) -> None:
         """Do what must come before the first communicator is made, if the job is to continue. Collective."""
 
+    def note_stop(self) -> None:
+        """Note that all ranks have called ``stop()``, so that the job is a success whatever happens to them later."""
+
     def before_finalize(self) -> bool:
         """Do what must come before MPI_Finalize, and return whether to call it. Collective."""
         return True

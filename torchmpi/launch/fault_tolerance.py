@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,17 +29,18 @@ _IDLE_SECONDS, _FAILING_SECONDS = 0.03, 0.002
 """Between two looks for lost ranks, as long as there is none, and until the remaining ranks have agreed."""
 _REASON_SECONDS, _REVOKED_SECONDS = 0.5, 30.0
 """How long a rank whose call has failed waits for the reason; if another rank knows it, it comes."""
-_SETTLING_SECONDS = 0.05
-"""The age at which a communicator may be revoked: Open MPI crashed when another rank was still making it."""
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS, _SHRINKING_SECONDS = 1.0, 10.0
+"""The least time to name who is late, and for an agreement for which all are here."""
 _SPARE_SECONDS = 600.0
 """How long a spare rank waits for the others to call recover(), which has a limit of its own."""
 _LEAVE_SECONDS = 10.0
 """How long ranks wait for each other at their end, after a loss: for an agreement, and for the last messages."""
 _NUM_QUESTIONS = 3
 _VIEWS_TAG, _RELEASE_TAG, _END_TAG = 1, 2, 3
-_TELLING_SECONDS = 0.2
-"""How long a rank that ends the job lets its messages leave before, and others wait for its status."""
+_MADE_TAG = 32767
+"""Of the ranks that make a communicator; the largest number that every MPI library has."""
+_ENDING_SECONDS, _STATUS_SECONDS = 1.0, 0.4
+"""How long a rank that ends the job waits until the others have ended, and these for its status."""
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
 _COLLECTIVES = "OMPI_MCA_coll"
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
@@ -148,15 +149,15 @@ def _filled(places: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...
 
 
 class _Communicators:
-    """The communicators whose calls a loss must end, with the time when they were made."""
+    """The communicators whose calls a loss must end. All ranks have made them: Open MPI crashes in one that still does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[int, tuple[Any, float]] = {}
+        self._made: dict[int, Any] = {}
 
     def add(self, comm: Any) -> Any:
         with self._lock:
-            self._made[id(comm)] = comm, time.monotonic()
+            self._made[id(comm)] = comm
         return comm
 
     def discard(self, comm: Any) -> None:
@@ -168,13 +169,12 @@ class _Communicators:
         with self._lock:
             self._made.clear()
 
-    def revoke(self, error: type[Exception], least_age: float = 0.0) -> None:
-        """End the calls on communicators of this age, on all ranks."""
-        now = time.monotonic()
+    def revoke(self, error: type[Exception]) -> None:
+        """End the calls on them, on all ranks."""
         with self._lock:
-            for comm, made in self._made.values():
+            for comm in self._made.values():
                 with contextlib.suppress(error):
-                    if now - made >= least_age and not comm.Is_revoked():
+                    if not comm.Is_revoked():
                         comm.Revoke()
 
 
@@ -185,16 +185,19 @@ def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Cal
         """A communicator whose calls a loss ends."""
 
         def Dup(self, *arguments: Any) -> Any:
-            return known.add(Tracked(super().Dup(*arguments)))
+            return self._made(super().Dup(*arguments), range(self.size))
 
         def Split(self, *arguments: Any) -> Any:
-            return self._made(super().Split(*arguments))
+            return self._made(super().Split(*arguments), range(self.size))
 
         def Split_type(self, *arguments: Any) -> Any:
-            return self._made(super().Split_type(*arguments))
+            return self._made(super().Split_type(*arguments), range(self.size))
 
-        def Create_group(self, *arguments: Any) -> Any:
-            return self._made(super().Create_group(*arguments))
+        def Create_group(self, group: Any, *arguments: Any) -> Any:
+            made, everyone = super().Create_group(group, *arguments), self.Get_group()
+            ranks = group.Translate_ranks(None, everyone)
+            everyone.Free()
+            return self._made(made, ranks)
 
         def Abort(self, errorcode: int = 0) -> None:
             """End all ranks, also spare ones. Does not return."""
@@ -204,7 +207,17 @@ def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Cal
             known.discard(self)
             super().Free()
 
-        def _made(self, comm: Any) -> Any:
+        def _made(self, comm: Any, ranks: Sequence[int]) -> Any:
+            """Return a communicator once all `ranks` of this one have made theirs, so that each may be revoked.
+
+            Each rank hears of all others in log2 of them rounds. A rank that is lost ends the wait, as this communicator is
+            revoked.
+            """
+            distance, own = 1, ranks.index(self.rank)
+            while distance < len(ranks):
+                to, source = ranks[(own + distance) % len(ranks)], ranks[own - distance]
+                self.Sendrecv([None, 0, MPI.BYTE], to, _MADE_TAG, [None, 0, MPI.BYTE], source, _MADE_TAG)
+                distance *= 2
             return known.add(Tracked(comm)) if comm != MPI.COMM_NULL else comm
 
     return Tracked
@@ -233,6 +246,7 @@ class FaultTolerantMPI(Continuing):
         self._has_refused = False
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
+        self._ends_job = False
         self._is_whole = True
         """Of a spare rank that is released: whether no rank has been lost."""
         self._is_released = False
@@ -275,7 +289,12 @@ class FaultTolerantMPI(Continuing):
             self.survivors = Survivors(self._first.rank, self._hosts, self._numbered)
             self._places = tuple(range(world.size - spares))
             # Of Open MPI's own world only Shrink() makes communicators: see _shrunk().
-            self._enter(self._of_places(self._first, self._places))
+            try:
+                world = self._of_places(self._first, self._places)
+            finally:
+                with contextlib.suppress(self._library.Exception):  # a rank is lost already
+                    self._first.Agree(1)  # all have made it, so that it may be revoked
+            self._enter(world)
             self._thread = threading.Thread(target=self._run, name="torchmpi lost ranks", daemon=True)
             self._thread.start()
         return self.survivors
@@ -396,41 +415,39 @@ class FaultTolerantMPI(Continuing):
 
     def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
         """Let all calls fail when a rank is lost; see the base class."""
-        stop, running = super().continue_without_lost_ranks(on_loss), os.environ.get(RUNNING_VARIABLE)
-        if running is None:
-            return stop
-        Path(running).touch()
+        if running := os.environ.get(RUNNING_VARIABLE):
+            Path(running).touch()
+        return super().continue_without_lost_ranks(on_loss)
 
-        def end() -> None:
+    def note_stop(self) -> None:
+        if running := os.environ.get(RUNNING_VARIABLE):
             Path(running).unlink(missing_ok=True)
-            stop()
-
-        return end
 
     # --- running: look for lost ranks, and for one that ends the job
 
     def _end(self, status: int) -> None:
         """End all ranks with this status. Does not return.
 
-        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit. If several call MPI_Abort at
-        the same moment on two hosts, it may return 0: only the first of them does.
+        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit; those that are stopped are left for
+        it. If several call MPI_Abort at the same moment on two hosts, it may return 0: only the first of them does.
         """
         with contextlib.suppress(self._library.Exception):
             self._sent += [self._first.Isend(array("i", [status]), peer, _END_TAG) for peer in self._others()]
+            self._ends_job = True
             self._ending.Revoke()
-            limit = time.monotonic() + _TELLING_SECONDS
-            while time.monotonic() < limit:
+            limit = time.monotonic() + _ENDING_SECONDS
+            while time.monotonic() < limit and len(self._failed()) < self._first.size - 1:
                 self._library.COMM_SELF.Iprobe(0)
+                if any(self._first.Iprobe(peer, _END_TAG) for peer in self._others() if peer < self._first.rank):
+                    self._exit(status)
                 time.sleep(_FAILING_SECONDS)
-            if any(self._first.Iprobe(peer, _END_TAG) for peer in self._others() if peer < self._first.rank):
-                self._exit(status)
         self._library.COMM_WORLD.Abort(status)
 
     def _end_if_told(self) -> None:
         """End this rank if another one ends the job, with its status."""
-        if not self._ending.Is_revoked():
+        if self._ends_job or not self._ending.Is_revoked():
             return
-        limit, status = time.monotonic() + 2 * _TELLING_SECONDS, array("i", [1])
+        limit, status = time.monotonic() + _STATUS_SECONDS, array("i", [1])
         while time.monotonic() < limit:
             for peer in self._others():
                 with contextlib.suppress(self._library.Exception):  # lost
@@ -481,7 +498,7 @@ class FaultTolerantMPI(Continuing):
                 self._reason = self.survivors.last_reason
                 self.survivors.on_loss(self._reason)
             if self._reason:
-                self._known.revoke(self._library.Exception, _SETTLING_SECONDS)
+                self._known.revoke(self._library.Exception)
 
     def _failed(self) -> list[int]:
         group = self._first.Get_failed()
@@ -530,7 +547,7 @@ class FaultTolerantMPI(Continuing):
                 self._within(limit, partial(self._has_agreed, is_well=False))
         self.survivors.meet(self._tell, timeout_seconds, max(limit, time.monotonic() + _GRACE_SECONDS))
         self._known.revoke(self._library.Exception)  # no rank makes communicators now
-        members, places, world = self._within(max(limit, time.monotonic() + _GRACE_SECONDS), self._shrunk)
+        members, places, world = self._within(max(limit, time.monotonic() + _SHRINKING_SECONDS), self._shrunk)
         if not set(places) & set(self._places):
             raise RankLostError(f"{self._reason}, and with it all ranks that have a state; spare ranks have none.")
         with self._lock:
@@ -574,6 +591,7 @@ class FaultTolerantMPI(Continuing):
             if places != members:
                 world = self._of_places(whole, places)
         except Exception:  # also of unpickling
+            is_right = False
             with contextlib.suppress(MPI.Exception):
                 whole.Revoke()
         try:

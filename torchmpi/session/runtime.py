@@ -398,6 +398,7 @@ class Runtime:
             group.drain()
         self.world.call_action("stop", self._synchronize)
         self.is_closing = True
+        mpi_library.abilities(self.MPI).note_stop()
         self.resources.close()
 
     def _synchronize(self) -> None:
