@@ -53,6 +53,8 @@ MOMENTS = (
 LOOPS = ("start", "elastic loop", "elastic DDP", "elastic server", "checkpoint", "new rank")
 """The moments of programs that may have spare ranks, or new ones, of which the first is lost too in the last."""
 SIGNALS, ENDS = ("SIGKILL", "SIGSEGV"), ("SIGSTOP", "exit", "raise")
+STATUSES = {"exit": 3, "raise": 1}
+"""Of a job in which a rank fails so, after all have met."""
 VICTIMS = ("1", "0", "1,2", "0,1", "1+2")
 
 
@@ -162,7 +164,10 @@ def judged(cell: Cell, num_started: int, done: subprocess.CompletedProcess[str])
     if done.returncode == 124:
         return Outcome("hung", seconds, output)
     if cell.ends:
-        return Outcome("" if done.returncode > 0 and not found else "went on", seconds, output)
+        status = STATUSES.get("" if cell.moment == "start" else cell.fault, done.returncode)
+        if done.returncode <= 0 or found:
+            return Outcome("went on", seconds, output)
+        return Outcome("" if done.returncode == status else f"status {done.returncode}", seconds, output)
     left = sorted({*range(num_started)} - {int(text) for text in re.findall(r"\d", cell.victims)})
     if cell.way == "respawns":
         left = [-1] * cell.num_victims + left

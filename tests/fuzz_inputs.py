@@ -60,7 +60,7 @@ from torchmpi.engine import checkpoint
 from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import ArgumentError, CheckpointError, LaunchError, TorchMPIError
 from torchmpi.launch import meeting
-from torchmpi.launch.launcherless import mesh
+from torchmpi.launch.launcherless import mesh, signed_entries
 from torchmpi.launch.launcherless.step_file import StepFile
 from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.parameterserver.runs import run_record
@@ -556,9 +556,9 @@ def mesh_of_rank_1(store: object) -> mesh.Mesh:
 
 
 def prepare_store(place: Path) -> None:
-    text = json.dumps([["h", "net", "memory", "name", ["10.0.0.1/24"], [0, 1]], "00" * 16])
-    entry = [text, mesh_of_rank_1(None)._signature("place", 0, text)]
-    (place / "table.json").write_bytes(json.dumps([entry]).encode())
+    own = ["h", "net", "memory", "name", ["10.0.0.1/24"], [0, 1]]
+    entry = signed_entries.signed(_KEY, mesh_of_rank_1(None)._label("place", 0), [own, "00" * 16])
+    (place / "table.json").write_bytes(f"[{entry}]".encode())
 
 
 def read_store(place: Path) -> object:

@@ -10,8 +10,9 @@ from test_memory_copies import Threads
 from torchmpi.continuing import attempts
 from torchmpi.continuing.elastic_job import ElasticJob, elastic, renumbered
 from torchmpi.continuing.numbered_copies import NumberedCopies
-from torchmpi.errors import ArgumentError, RankLostError
-from torchmpi.session import recovery
+from torchmpi.errors import ArgumentError, RankLostError, TorchMPIError
+from torchmpi.launch.abilities import Abilities
+from torchmpi.session import recovery, runtime
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,52 @@ def test_a_spare_rank_takes_the_random_state_of_the_rank_that_it_replaces_also_a
             holders = tuple(each for index, each in enumerate(holders) if is_replaced or index != victim)
             assert ranks == holders, events
     assert len(events) == 6
+
+
+class OneRank(Abilities):
+    """Takes the place of a runtime with its group and library, on a rank that was a spare."""
+
+    is_newcomer = True
+
+    def __init__(self, other: bool) -> None:
+        """Create it; `other`: whether the other rank has a state."""
+        self.MPI, self.world, self.comm, self.rank = self, self, self, 0
+        self.allgather = lambda own: [own, other]
+
+    def call_action(self, name: str, action):
+        return action()
+
+
+def test_a_loop_does_not_begin_anew_when_all_ranks_with_a_state_are_lost(monkeypatch):
+    """Regression: spare ranks began with their initial values, without a message."""
+    monkeypatch.setattr(recovery.runtime, "current", lambda: OneRank(other=True))
+    recovery.begin_again()
+    monkeypatch.setattr(recovery.runtime, "current", lambda: OneRank(other=False))
+    with pytest.raises(TorchMPIError, match="rank 0: all ranks that had a state are lost"):
+        recovery.begin_again()
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_newcomer_joins_again_only_in_its_first_start(monkeypatch, has_started):
+    """Regression: later, recover() did not learn of the second loss, and returned wrong former ranks."""
+    errors, log = [RankLostError("lost")], []
+
+    def start(_: object) -> None:
+        log.append("start")
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(runtime, "_has_started", has_started)
+    monkeypatch.setattr(runtime, "_start", start)
+    monkeypatch.setattr(runtime, "abandon", lambda: log.append("abandon"))
+    monkeypatch.setattr(runtime.mpi_library, "is_newcomer", lambda: True)
+    monkeypatch.setattr(runtime.mpi_library, "join_again", lambda: log.append("join"))
+    if has_started:
+        with pytest.raises(RankLostError):
+            runtime.start()
+    else:
+        runtime.start()
+    assert log == (["start"] if has_started else ["start", "join", "abandon", "start"])
 
 
 class Losses:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from torchmpi.errors import LaunchError
 from torchmpi.launch import launcherless, mpi_library, network
-from torchmpi.launch.launcherless import mesh
+from torchmpi.launch.launcherless import mesh, signed_entries
 from torchmpi.launch.launcherless.endpoint import Endpoint
 from torchmpi.launch.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
 from torchmpi.launch.launcherless.stand_in import Intracomm
@@ -578,8 +578,7 @@ def test_a_missing_rank_is_named():
 def entry_of(rank, size, value, key=b""):
     """An entry of the store that a rank with this key has signed."""
     signer = mesh.Mesh(None, rank, size, 1.0, key=key, is_one_host=False)
-    text = json.dumps(value)
-    return [text, signer._signature("place", rank, text)]
+    return json.loads(signed_entries.signed(key, signer._label("place", rank), value))
 
 
 @pytest.mark.parametrize("keys", [(b"k" * 16, b"l" * 16), (b"k" * 16, b"")], ids=("another", "none"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,8 +10,10 @@ import pytest
 
 from torchmpi.cli import separate_ranks, supervision
 from torchmpi.cli.hosts import Host
+from torchmpi.cli.job import Job
 from torchmpi.cli.separate_ranks import SeparateRanks
 from torchmpi.cli.supervision import Limits, Supervisor
+from torchmpi.launch import fault_tolerance
 
 
 class Shells:
@@ -55,6 +58,14 @@ def supervise(job: Shells, restarts: int = 0, min_ranks: int = 1) -> int:
 )
 def test_the_status_of_the_launcher_or_128_and_its_signal(script, status):
     assert supervise(Shells(script)) == status
+
+
+def test_without_a_lost_host_there_are_fewer_spare_ranks():
+    """Regression: there were as many, and fewer others than --min-ranks."""
+    job = Job.__new__(Job)  # without an MPI library
+    job.continues, job._options = True, argparse.Namespace(ranks=4, spares=2, on_lost_rank="continue")
+    found = [job._variables_of_losses(number).get(fault_tolerance.SPARES_VARIABLE) for number in (6, 5, 4, 3)]
+    assert found == ["2", "1", None, None]
 
 
 def test_a_launcher_that_was_killed_is_started_again():

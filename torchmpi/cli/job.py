@@ -58,7 +58,8 @@ class Job:
         """Return the command that starts the job on the hosts that are not lost, with additional variables."""
         options, num_ranks = self._options, self.ranks_without(lost)
         placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
-        variables = _interface_variables(options.interface) | self._variables_of_losses() | dict(variables or {})
+        of_losses = self._variables_of_losses(num_ranks)
+        variables = _interface_variables(options.interface) | of_losses | dict(variables or {})
         launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
         words = [word for text in options.option for word in shlex.split(text)]
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
@@ -69,11 +70,13 @@ class Job:
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *program_of(options), *options.arguments]
 
-    def _variables_of_losses(self) -> dict[str, str]:
+    def _variables_of_losses(self, num_started: int) -> dict[str, str]:
+        """Return the variables for the option ``--on-lost-rank``. Without a lost host there are fewer spare ranks."""
         if self._options.on_lost_rank is None:
             return {}
         of_mpi = fault_tolerance.variables(os.environ) if self.continues else {}
-        spares = {fault_tolerance.SPARES_VARIABLE: str(self._options.spares)} if self._options.spares else {}
+        num_spares = num_started - self._options.ranks if self._options.spares else 0
+        spares = {fault_tolerance.SPARES_VARIABLE: str(num_spares)} if num_spares > 0 else {}
         return of_mpi | spares | on_lost_rank(self._options)
 
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:

@@ -55,6 +55,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     if options.restarts or options.timeout is not None or job.continues or options.report is not None:
-        limits = Limits(options.restarts, options.min_ranks or job.num_ranks, options.timeout)
+        limits = Limits(options.restarts, options.min_ranks or job.num_ranks - options.spares, options.timeout)
         return Supervisor(job, limits).run()
     execute(command)

@@ -97,6 +97,8 @@ class TrainingLoop:
         while True:
             try:
                 self._train_epochs(saved)
+                if self.recovery is not None:
+                    self.recovery.confirm()
                 break
             except TorchMPIError as error:
                 if self.recovery is None:

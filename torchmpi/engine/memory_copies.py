@@ -91,6 +91,10 @@ class Recovery:
         with recovery.copying():
             self._copies.take(run, self._coordinator.size)
 
+    def confirm(self) -> None:
+        """Return when all ranks have ended their loop, so that none goes on while others must return to a copy."""
+        recovery.confirm()
+
     @property
     def joins(self) -> bool:
         """Whether this rank has taken the place of a lost one, and has not got the state of the others yet."""

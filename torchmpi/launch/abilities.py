@@ -32,6 +32,8 @@ class Abilities:
 
     is_newcomer = False
     """Whether this rank was a spare, or was started in place of a lost one, and has not got the state of the others."""
+    joining_seconds = 600.0
+    """How long such a rank waits in ``start()`` for the others to call recover(), which has a limit of its own."""
 
     def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables to set before MPI is initialized, given those that are set."""

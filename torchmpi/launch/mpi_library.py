@@ -402,11 +402,11 @@ def is_newcomer() -> bool:
     return abilities(_stand_in or _fault_tolerant).is_newcomer
 
 
-def recover(timeout_seconds: float) -> None:
-    """Agree with the remaining ranks who is left."""
+def join_again() -> None:
+    """Agree with the remaining ranks who is left, if one is lost while this one joins them."""
     library = _stand_in or _fault_tolerant
     assert library is not None
-    library.recover(timeout_seconds)
+    library.recover(library.joining_seconds)
 
 
 def thread_level(MPI: Any) -> str:

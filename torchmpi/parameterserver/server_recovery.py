@@ -72,7 +72,7 @@ def continue_all(*, joins: bool) -> None:
 def _continue_all(group: Group, *, joins: bool) -> None:
     offers = group.comm.allgather(None if joins else {number: _Offer.of(each) for number, each in suspended.items()})
     known = [offer for offer in offers if offer is not None]
-    numbers = sorted(set.intersection(*map(set, known)))
+    numbers = sorted(set.intersection(*map(set, known))) if known else []  # none if all ranks were spares
     if numbers:
         context = ServerContext(group)
         context.num_made = numbers[-1] + 1

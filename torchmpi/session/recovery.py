@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..communicators import release
-from ..errors import ArgumentError, RankLostError
+from ..errors import ArgumentError, RankLostError, TorchMPIError
 from ..launch import mpi_library, respawning
 from ..launch.abilities import JOINS
 from ..log import logger
@@ -161,9 +162,17 @@ def begin_again() -> None:
     """Begin a loop together, by a call that only loops make: a spare rank that calls anything else is refused.
 
     Collective.
+
+    Raises:
+        TorchMPIError: All ranks that had a state are lost.
     """
     world = runtime.current().world
-    world.call_action("begin_again", world.comm.Barrier)
+    have_state = world.call_action("begin_again", partial(world.comm.allgather, not is_newcomer()))
+    if not any(have_state):
+        raise TorchMPIError(
+            f"rank {world.rank}: all ranks that had a state are lost; those in their places have got none. Start again "
+            "from a checkpoint."
+        )
 
 
 def is_newcomer() -> bool:

@@ -71,7 +71,6 @@ running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
 _has_started = False
 """Whether a start has been completed."""
-_JOINING_SECONDS = 60.0
 _is_after_loss = False
 """Whether ranks have been lost since the last complete start."""
 _get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
@@ -483,10 +482,10 @@ def start(
         try:
             return _start(arguments)
         except RankLostError as error:
-            if not mpi_library.is_newcomer():
+            if _has_started or not mpi_library.is_newcomer():  # later, recover() begins again
                 raise
             logger.warning(f"lost another rank while this one joins: {error}")
-            mpi_library.recover(_JOINING_SECONDS)
+            mpi_library.join_again()
             abandon()
             release.forget()
 

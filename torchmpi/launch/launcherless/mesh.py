@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ... import files
 from ...errors import LaunchError
 from .. import launcher, meeting, network
+from . import signed_entries
 
 _KEY = "torchmpi rendezvous"
 _MAX_SILENCE_SECONDS = 30.0
@@ -140,8 +141,7 @@ class Mesh:
         """Return the values of all ranks; rank 0 collects them, so that the store serves 2 requests per rank."""
         own, table = f"{_KEY} {name} {self._rank}", f"{_KEY} {name}"
         self._keys += [own] + [table] * (self._rank == 0)
-        text = json.dumps(value)
-        self._store.set(own, json.dumps([text, self._signature(name, self._rank, text)]))
+        self._store.set(own, signed_entries.signed(self._key, self._label(name, self._rank), value))
         if self._rank == 0:
             entries = [self._get(f"{_KEY} {name} {rank}", name) for rank in range(self._size)]
             self._store.set(table, json.dumps(entries))
@@ -150,20 +150,19 @@ class Mesh:
             raise LaunchError(self._is_foreign(f"not the entries of {self._size} ranks"))
         return [self._checked(name, rank, entry) for rank, entry in enumerate(entries)]
 
-    def _signature(self, name: str, rank: int, text: str) -> str:
-        return hmac.digest(self._key, f"{name} {rank} {self._size} {text}".encode(), "sha256").hex()
+    def _label(self, name: str, rank: int) -> str:
+        return f"{name} {rank} {self._size}"
 
     def _checked(self, name: str, rank: int, entry: Any) -> Any:
         """Return the value of an entry that has the signature of its rank."""
         try:
-            text, signature = map(str, entry)
-            if not hmac.compare_digest(signature.encode(), self._signature(name, rank, text).encode()):
-                raise LaunchError(
-                    f"rank {self._rank}: the entry of rank {rank} in the store is not signed with the key of this job. "
-                    f"Give all ranks the same {launcher.JOB_KEY_VARIABLE}. If they have it, somebody else writes to "
-                    "the store: see docs/security.md."
-                )
-            return files.parse_json(text)
+            return signed_entries.value_of(self._key, self._label(name, rank), entry)
+        except signed_entries.NotSignedError:
+            raise LaunchError(
+                f"rank {self._rank}: the entry of rank {rank} in the store is not signed with the key of this job. "
+                f"Give all ranks the same {launcher.JOB_KEY_VARIABLE}. If they have it, somebody else writes to the "
+                "store: see docs/security.md."
+            ) from None
         except (TypeError, ValueError) as error:
             raise LaunchError(self._is_foreign(error)) from None
 

@@ -72,8 +72,8 @@ class Newcomer(StandIn):
         endpoint = Endpoint(number, hosts, sockets, order["eager_seconds"], survivors)
         self._is_connected = self.is_newcomer = True
         super().__init__(endpoint, places)
-        self.num_wanted = order["num_wanted"]
-        self.agree(order["timeout_seconds"])
+        self.num_wanted, self.joining_seconds = order["num_wanted"], order["timeout_seconds"]
+        self.agree(self.joining_seconds)
         if self.COMM_WORLD.size == 1:  # the others are gone, and with them the state
             sys.exit(0)
         store.write(newcomer_store.joined(number), True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from ... import files
 from ...errors import LaunchError
 from ...log import logger
 from .. import launcher, meeting, respawning, tcp_store
+from . import signed_entries
 from .mesh import Place, set_options
 
 _TIMEOUT = timedelta(minutes=5)
@@ -49,8 +49,7 @@ class NewcomerStore:
         return cls(tcp_store.open_tcp_store(address, port, size, False, _TIMEOUT), launcher.job_key())
 
     def write(self, name: str, value: Any) -> None:
-        text = json.dumps(value)
-        self._store.set(name, json.dumps([text, self._signature(name, text)]))
+        self._store.set(name, signed_entries.signed(self._key, name, value))
 
     def read(self, name: str) -> Any:
         """Return a value; None if it has not been written.
@@ -61,10 +60,7 @@ class NewcomerStore:
         if not self._store.check([name]):
             return None
         try:
-            text, signature = map(str, files.parse_json(self._store.get(name)))
-            if not hmac.compare_digest(signature.encode(), self._signature(name, text).encode()):
-                raise ValueError("it is not signed with the key of this job")
-            return files.parse_json(text)
+            return signed_entries.value_of(self._key, name, files.parse_json(self._store.get(name)))
         except (TypeError, ValueError) as error:
             raise LaunchError(
                 f"the entry {name!r} of the store is not of this job: {error}. Somebody else writes to it: see "
@@ -84,9 +80,6 @@ class NewcomerStore:
             if rank not in known and (offer := self.read(f"newcomer {rank}")) is not None:
                 return Offer(*offer)
         return None
-
-    def _signature(self, name: str, text: str) -> str:
-        return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
 
 
 def order(number: int) -> str:
