@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
 _LOCK_SECONDS = 120
-"""How long a rank waits for another one that compiles: several times the duration on a busy machine."""
+"""How long a rank waits for another one that compiles, and of which nothing is noted meanwhile."""
 _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 announce: Callable[[str], object] | None = None
 """Set on one rank of a host: tells the user that kernels are compiled. That rank also shows the progress."""
@@ -104,8 +104,11 @@ def _may_compile(lock: BinaryIO, path: Path, *, waits: bool) -> bool:
     """Return whether this rank may compile: it has the lock, or has waited for the holder."""
     if files.lock(lock, fcntl.LOCK_EX, seconds=0):
         return True
-    if waits and not files.lock(lock, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
-        logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
+    noted = files.text_of(path)
+    while waits and not files.lock(lock, fcntl.LOCK_SH, seconds=_LOCK_SECONDS):
+        if noted == (noted := files.text_of(path)):
+            logger.warning(f"another process has locked {path} for {_LOCK_SECONDS} s: this rank compiles too")
+            break
     return waits
 
 
