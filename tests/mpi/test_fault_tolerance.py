@@ -1,6 +1,6 @@
 """Communicators of a job that may lose ranks: no rank has one that another rank still makes, so each may be revoked.
 
-Open MPI crashes in a rank that makes a communicator which another one revokes. Losses themselves: tests/jobs/test_recovery.py.
+Open MPI crashes in a rank that makes a communicator which another one revokes. Losses: tests/jobs/test_recovery.py.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _filled(places: tuple[int, ...], members: tuple[int, ...]) -> tuple[int, ...
 
 
 class _Communicators:
-    """The communicators whose calls a loss must end. All ranks have made them: Open MPI crashes in one that still does."""
+    """The communicators whose calls a loss must end. All ranks have made them; Open MPI crashes where one does not."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -210,8 +210,7 @@ def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Cal
         def _made(self, comm: Any, ranks: Sequence[int]) -> Any:
             """Return a communicator once all `ranks` of this one have made theirs, so that each may be revoked.
 
-            Each rank hears of all others in log2 of them rounds. A rank that is lost ends the wait, as this communicator is
-            revoked.
+            Each rank hears of all others in log2 of them rounds. A lost rank ends this: the communicator is revoked.
             """
             distance, own = 1, ranks.index(self.rank)
             while distance < len(ranks):
@@ -428,8 +427,8 @@ class FaultTolerantMPI(Continuing):
     def _end(self, status: int) -> None:
         """End all ranks with this status. Does not return.
 
-        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit; those that are stopped are left for
-        it. If several call MPI_Abort at the same moment on two hosts, it may return 0: only the first of them does.
+        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit; those that are stopped are
+        left to it. If several call MPI_Abort at the same moment on two hosts, it may return 0: only the first one does.
         """
         with contextlib.suppress(self._library.Exception):
             self._sent += [self._first.Isend(array("i", [status]), peer, _END_TAG) for peer in self._others()]
