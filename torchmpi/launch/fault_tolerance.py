@@ -39,8 +39,8 @@ _NUM_QUESTIONS = 3
 _VIEWS_TAG, _RELEASE_TAG, _END_TAG = 1, 2, 3
 _MADE_TAG = 32767
 """Of the ranks that make a communicator; the largest number that every MPI library has."""
-_ENDING_SECONDS, _STATUS_SECONDS = 1.0, 0.4
-"""How long a rank that ends the job waits until the others have ended, and these for its status."""
+_TELLING_SECONDS = 0.2
+"""How long a rank that ends the job lets its messages leave before, and others wait for its status."""
 _SWITCH = "OMPI_MCA_mpi_ft_enable"
 _COLLECTIVES = "OMPI_MCA_coll"
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
@@ -245,7 +245,6 @@ class FaultTolerantMPI(Continuing):
         self._has_refused = False
         """Whether this rank has taken part in an agreement that a rank is lost, since the last recovery."""
         self._sent: list[Any] = []
-        self._ends_job = False
         self._is_whole = True
         """Of a spare rank that is released: whether no rank has been lost."""
         self._is_released = False
@@ -427,26 +426,25 @@ class FaultTolerantMPI(Continuing):
     def _end(self, status: int) -> None:
         """End all ranks with this status. Does not return.
 
-        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit; those that are stopped are
-        left to it. If several call MPI_Abort at the same moment on two hosts, it may return 0: only the first one does.
+        The launcher ends at most two others after MPI_Abort, so ranks are told, and exit. If several call MPI_Abort at
+        the same moment on two hosts, it may return 0: only the first of them does.
         """
         with contextlib.suppress(self._library.Exception):
             self._sent += [self._first.Isend(array("i", [status]), peer, _END_TAG) for peer in self._others()]
-            self._ends_job = True
             self._ending.Revoke()
-            limit = time.monotonic() + _ENDING_SECONDS
-            while time.monotonic() < limit and len(self._failed()) < self._first.size - 1:
+            limit = time.monotonic() + _TELLING_SECONDS
+            while time.monotonic() < limit:
                 self._library.COMM_SELF.Iprobe(0)
-                if any(self._first.Iprobe(peer, _END_TAG) for peer in self._others() if peer < self._first.rank):
-                    self._exit(status)
                 time.sleep(_FAILING_SECONDS)
+            if any(self._first.Iprobe(peer, _END_TAG) for peer in self._others() if peer < self._first.rank):
+                self._exit(status)
         self._library.COMM_WORLD.Abort(status)
 
     def _end_if_told(self) -> None:
         """End this rank if another one ends the job, with its status."""
-        if self._ends_job or not self._ending.Is_revoked():
+        if not self._ending.Is_revoked():
             return
-        limit, status = time.monotonic() + _STATUS_SECONDS, array("i", [1])
+        limit, status = time.monotonic() + 2 * _TELLING_SECONDS, array("i", [1])
         while time.monotonic() < limit:
             for peer in self._others():
                 with contextlib.suppress(self._library.Exception):  # lost
