@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import warm
-from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
+from helpers import failures, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
@@ -247,6 +246,7 @@ def start(folder: Path, warm_hosts: WarmHosts) -> Iterator[Start]:
         if survive:
             commands = [[*_torchmpi_run(layout), "sh", "-c", f'exec {python} "$@"', "sh", *words]]
             own["PATH"] = f"{STATE / 'bin'}:{os.environ['PATH']}"
+        failures.jobs.extend(commands)
         jobs.append(Job(commands, program, folder, sum(counts.values()), _environment() | own))
         if program == PROGRAM:
             jobs[-1].wait_for_start()

@@ -12,14 +12,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from helpers import failures, warm
-from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,12 +36,11 @@ def free_port() -> int:
 
 
 class Result(NamedTuple):
-    """Exit status, output and duration of a job."""
+    """Exit status and output of a job."""
 
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def output(self) -> str:
@@ -153,11 +150,10 @@ def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     ) -> Result:
         failures.jobs.append([*mpirun, "-n", str(n), "python", *map(str, arguments)])
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *warm_python, *map(str, arguments)]
-        begin = time.monotonic()
         done = subprocess.run(
             command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL
         )
-        result = Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+        result = Result(done.returncode, done.stdout, done.stderr)
         assert result.returncode != 124, f"{' '.join(command)} did not end in {timeout} s\n{result.output}"
         return result
 
@@ -184,7 +180,7 @@ def alone(warm_python: list[str]) -> Launch:
     """
 
     def run(*arguments: object, path: Path | None = None, python: str | None = None, **environment: str) -> Result:
-        begin = time.monotonic()
+        failures.jobs.append(["python", *map(str, arguments)])
         done = subprocess.run(
             [
                 *([python] if python else warm_python),
@@ -196,7 +192,7 @@ def alone(warm_python: list[str]) -> Launch:
             env=job_environment(search_path(path) | environment),
             stdin=subprocess.DEVNULL,
         )
-        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+        return Result(done.returncode, done.stdout, done.stderr)
 
     return run
 
