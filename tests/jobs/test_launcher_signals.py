@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 from conftest import is_open_mpi, job_environment, search_path
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 400
 PROGRAM = """
 import os, sys, threading, time
 import torch
