@@ -80,8 +80,8 @@ def _launcher() -> str:
 def command(nodeid: str, num_ranks: int = 0, marker: str = "") -> str:
     """Return the command that repeats a test, of a job with `num_ranks` unless that is 0, selected by a marker.
 
-    >>> command("tests/unit/test_core.py::test_x[a b]")
-    "python -m pytest 'tests/unit/test_core.py::test_x[a b]'"
+    >>> command("tests/unit/test_config.py::test_x[a b]")
+    "python -m pytest 'tests/unit/test_config.py::test_x[a b]'"
     """
     words, options = ["python", "-m", "pytest"], []
     if num_ranks:
