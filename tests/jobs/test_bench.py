@@ -17,6 +17,8 @@ from torchmpi.cli.bench import options
 from torchmpi.cli.bench.call_bench import CALLS
 from torchmpi.collective_specs import IN_PLACE
 
+pytestmark = pytest.mark.any_mpi
+
 BENCH = ["-m", "torchmpi", "bench"]
 COLLECTIVES = ",".join(name for name in options.COLLECTIVES if name != "barrier")
 

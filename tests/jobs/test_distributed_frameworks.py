@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import free_port, is_open_mpi, job_environment, search_path
 
+pytestmark = pytest.mark.any_mpi
+
 COMMON = """
 import torch
 import torch.distributed as dist

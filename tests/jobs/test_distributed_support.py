@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, job_environment
 
+pytestmark = pytest.mark.any_mpi
+
 PAGE = ROOT / "docs" / "torch-distributed.md"
 TABLES = ROOT / "results" / "torch-distributed-support.md"
 DESIGN = ROOT / "docs" / "design" / "torch-distributed.md"

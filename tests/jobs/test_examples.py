@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from conftest import ROOT, write_mnist
 
+pytestmark = pytest.mark.any_mpi
+
 EXAMPLES = ROOT / "examples" / "mnist"
 
 

@@ -9,6 +9,8 @@ import torch
 from conftest import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+pytestmark = pytest.mark.any_mpi
+
 EXAMPLES = ROOT / "examples" / "llm"
 NAMES = ("nn_gpt", "engine_gpt", "ddp_gpt")
 ONE_THREAD = {"TORCHMPI_THREADS": "1"}

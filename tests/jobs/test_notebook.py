@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 
 import nbformat
+import pytest
 from conftest import ROOT, job_environment
 from helpers import warm
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.any_mpi
 
 FOLDER = ROOT / "examples" / "notebook"
 

@@ -7,6 +7,8 @@ import re
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.any_mpi
+
 FOLDER = ROOT / "examples" / "single_file"
 
 

@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 import docs_site  # noqa: E402
 
+pytestmark = pytest.mark.any_mpi
+
 PACKAGES = [name for name in docs_site.REFERENCE.values() if name != "torchmpi.errors"]  # a module without __all__
 
 

@@ -7,6 +7,8 @@ import json
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.any_mpi
+
 SCRIPT = ROOT / "benchmarks" / "slow_links.py"
 
 pytest.importorskip("sklearn", reason="the script trains on the digits of scikit-learn: install the extra examples")

@@ -12,6 +12,8 @@ from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.trace_reader import RankTrace, read_folder
 
+pytestmark = pytest.mark.any_mpi
+
 ENGINE = Path(__file__).with_name("perfetto_engine.js")
 NUM_CALLS, NUM_RANKS, NUM_MESSAGES = 1000, 3, 100
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import job_environment
 
+pytestmark = pytest.mark.any_mpi
+
 SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
 LIMIT_SECONDS = 300  # scripts/test_cpu.sh sets the timeout of pytest to 600
 
