@@ -1,4 +1,4 @@
-"""The structure of the package: imports go down, without cycles; late imports of MPI and numba; output."""
+"""To a contributor: imports go down, without cycles; MPI and numba are imported late; output has one way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost hosts, cut links, failing ranks: all ranks end by themselves, and the report names the rank and the host."""
+"""To whoever loses a host or a link: all ranks end by themselves, and the report names the rank and the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the links between hosts: each keeps the others; one that this kernel lacks is refused with the remedy."""
+"""To who measures slow links: each setting keeps the others; one that the kernel lacks is refused with the remedy."""
 
 from __future__ import annotations
 

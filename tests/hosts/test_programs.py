@@ -1,4 +1,4 @@
-"""Programs on several hosts: all collectives, messages, training and servers by torchrun; reports on slow training."""
+"""To a user of torchrun on several hosts: collectives, messages, training and servers work, and reports name faults."""
 
 from __future__ import annotations
 

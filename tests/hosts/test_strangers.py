@@ -1,4 +1,4 @@
-"""A third host opens many connections to the ranks of a job on two others, while these look for each other."""
+"""To whoever shares a network: strangers that connect while ranks look for each other learn and delay nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments as files: errors with file and line, and runs on simulated workers and ranks, which are continued."""
+"""To a user of experiment files: errors have file and line; interrupted runs, simulated or on ranks, continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchmpi bench`` and the scripts in benchmarks/ in small jobs: each contestant has a time or a reason for none."""
+"""To a user of ``torchmpi bench`` and of benchmarks/: each contestant has a time, or a reason for none."""
 
 from __future__ import annotations
 

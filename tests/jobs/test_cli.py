@@ -1,4 +1,4 @@
-"""``torchmpi info`` and ``torchmpi doctor`` alone, in jobs, and with broken installations."""
+"""To a user of ``torchmpi info`` and ``doctor``: true facts alone, in jobs, and with broken installations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in torch.distributed over torchmpi: they raise on the caller, name the cause, and end or resume the job."""
+"""To a user of torch.distributed: errors raise on the caller and name the cause, and the job ends or goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of other libraries, which choose the backend themselves, under mpirun on torchmpi.
+"""To a user of other libraries: their programs, which choose the backend themselves, run under mpirun on torchmpi.
 
 Also: workers at the end of a job, and torch.compile to machine code.
 """

@@ -1,4 +1,4 @@
-"""All methods to start torch.distributed over torchmpi, in programs that do not import torchmpi."""
+"""To a user of torch.distributed: every method to start it works in programs that do not import torchmpi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables in results/torch-distributed-support.md: each line is a check, run here and compared.
+"""To a reader of results/torch-distributed-support.md: each line is a check, run here and compared.
 
 ``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` writes the results to the page.
 """

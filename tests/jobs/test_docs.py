@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: snippets run, links and modules exist, tables are current."""
+"""To a reader of the documentation: snippets run, links and modules exist, and tables agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MNIST examples as jobs: equal curves on any number of ranks, accuracy, plots, invalid data."""
+"""To a reader of the MNIST examples: equal curves on any number of ranks, accuracy, plots, and errors for bad data."""
 
 from __future__ import annotations
 

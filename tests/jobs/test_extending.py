@@ -1,4 +1,4 @@
-"""The changes of docs/extending.md, applied to a copy of the package, do what the page says."""
+"""To a reader of docs/extending.md: its changes, applied to a copy of the package, do what the page says."""
 
 from __future__ import annotations
 

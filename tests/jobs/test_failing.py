@@ -1,4 +1,4 @@
-"""Failures of one rank: the job ends within seconds, reports the cause once, and has a nonzero exit status."""
+"""To whoever has a failing rank: the job ends within seconds, reports the cause once, and has a status other than 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flight records of jobs: of ranks that were killed, and of ranks that are stopped."""
+"""To whoever asks what a dead or stopped job was doing: its flight records tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that fork: their children are no ranks, and neither end the job nor finalize MPI."""
+"""To a program that forks: children of a rank are no ranks, and neither end the job nor finalize MPI."""
 
 from __future__ import annotations
 

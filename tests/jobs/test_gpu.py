@@ -1,4 +1,4 @@
-"""Jobs on a GPU: memory over many calls and many starts, and memory errors.
+"""To a user of GPUs: many calls and many starts leave no memory behind, and nothing reads or writes beyond its own.
 
 The ranks may share the GPU, but nothing else may run on it: CUDA counts its memory for all processes together.
 """

@@ -1,4 +1,4 @@
-"""Signals to the launcher, by a terminal or a scheduler, end the job and name a line; handlers of a program remain."""
+"""To whoever stops a job: a signal to the launcher ends it and names a line, and handlers of a program remain."""
 
 from __future__ import annotations
 

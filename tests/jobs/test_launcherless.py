@@ -1,4 +1,4 @@
-"""Jobs of plain processes without an MPI launcher, which connect through a store."""
+"""To a user without an MPI launcher: processes that meet through a store are ranks like others, and end as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT examples as jobs: the loss they reach, and the bits of a run that was killed and continued."""
+"""To a reader of the GPT examples: they reach their loss, and a killed run continues with the same bits."""
 
 from __future__ import annotations
 

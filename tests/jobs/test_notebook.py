@@ -1,4 +1,4 @@
-"""The notebook of examples/notebook runs from the first cell to the last."""
+"""To a reader of examples/notebook: the notebook runs from the first cell to the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with parameter servers: killed ranks, missing stop(), idle servers."""
+"""To a user of parameter servers: killed ranks end the job, a missing stop() does not hurt, and idle servers sleep."""
 
 from __future__ import annotations
 

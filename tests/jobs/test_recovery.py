@@ -1,4 +1,4 @@
-"""Jobs that continue in the same processes after a rank was killed."""
+"""To whoever loses a rank: the others continue in the same processes, also with a spare or new rank in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose ranks share memory: leftovers, waiting, failures, and the fallback without shared memory."""
+"""To whoever shares a host with a job: nothing is left in /dev/shm, waiting is cheap, and other ways take over."""
 
 from __future__ import annotations
 

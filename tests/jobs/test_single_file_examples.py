@@ -1,4 +1,4 @@
-"""The programs of examples/single_file reach their accuracies, and each is complete in one short file."""
+"""To a reader of examples/single_file: the programs reach their accuracies, each complete in one short file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: the strict build, the reference of every public name, and the search."""
+"""To a reader of the site: the strict build, every public name in the reference, and a search that finds the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of training over slow links in a small job: all methods learn, and report what they sent."""
+"""To a reader of the measurement of slow links: in a small job all methods learn, and report what they sent."""
 
 from __future__ import annotations
 

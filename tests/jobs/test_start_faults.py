@@ -1,4 +1,4 @@
-"""Ranks that end before start(), or do not call it: MPI_Init waits for them without a limit."""
+"""To whoever waits for a job to start: ranks that end before start(), or do not call it, are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""start(): without a launcher, after MPI_Init, under the launcher of another library, and without a library."""
+"""To whoever calls start(): it works, or says why, without a launcher, after MPI_Init, and with another library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of jobs on two hosts by name, as our reader and Perfetto's own engine read them."""
+"""To a user of timelines on two hosts: our reader and Perfetto's own engine read all events as they happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchmpi top on a job that runs: another process names the late rank and its line, and the run leaves its page."""
+"""To a user of torchmpi top: another process names the late rank and its line, and the run leaves its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples for torch.distributed, under mpirun and torchrun, without changes for either."""
+"""To a reader of the examples for torch.distributed: they run under mpirun and torchrun without changes."""
 
 from __future__ import annotations
 

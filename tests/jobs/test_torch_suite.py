@@ -1,4 +1,4 @@
-"""PyTorch's distributed test suite over torchmpi, and the reports of its failures."""
+"""To a user of torch.distributed: PyTorch's own tests pass over torchmpi, and unexpected results are reported."""
 
 from __future__ import annotations
 

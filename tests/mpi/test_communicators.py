@@ -1,4 +1,4 @@
-"""Levels, groups and spans with real ranks; the planning itself is tested without processes in tests/unit."""
+"""To a user of levels, groups and spans: they have the planned ranks, and are freed on all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short collectives over hosts that are simulated by their names: by the fast path, through Python, and by both."""
+"""To a user of several hosts: short and long calls are right by machine code, through Python, and by both at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that read the other ranks' memory by a system call: the same bits as through slots."""
+"""To a user of large tensors: ranks that read each other's memory get the same bits as through slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AllReduceSGDEngine compared with an explicit loop on all data in one process."""
+"""To a user of AllReduceSGDEngine: it does what an explicit loop on all data in one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: a resumed run equals an uninterrupted one bit for bit."""
+"""To a user of checkpoints: a resumed run of several ranks equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 

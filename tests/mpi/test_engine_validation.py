@@ -1,4 +1,4 @@
-"""Validation on several ranks: metrics cover the data of all ranks, and all ranks stop together."""
+"""To a user of validation: metrics cover the data of all ranks, and all ranks stop together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flight records of running ranks: calls through Python and by the fast path."""
+"""To whoever reads a flight record: it has each call and message, made through Python and by the fast path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on intra and inter groups, and communicators of mpi.group() from their creation until they are freed."""
+"""To a user of mpi.group(): collectives on it are right from its creation until it is freed, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives through staging areas, in memory of the host."""
+"""To a user of the backend `ipc`: collectives through staging areas, in memory of the host, equal references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, stop, and leaks. This file starts and stops torchmpi itself."""
+"""To whoever starts and stops torchmpi in a process, as this file does: any number of times, without leaks."""
 
 from __future__ import annotations
 

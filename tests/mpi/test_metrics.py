@@ -1,4 +1,4 @@
-"""``mpi.metrics()``: exact counts and bytes of calls by every path, also on freed communicators."""
+"""To a user of ``mpi.metrics()``: exact counts and bytes of calls by every path, also on freed communicators."""
 
 from __future__ import annotations
 

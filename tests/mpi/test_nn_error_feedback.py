@@ -1,4 +1,4 @@
-"""Compressors with error feedback: what is lost is added later, and all ranks get the same bits."""
+"""To a user of compressors: what is lost in a step is added later, and all ranks get the same bits."""
 
 from __future__ import annotations
 

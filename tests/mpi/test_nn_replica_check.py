@@ -1,4 +1,4 @@
-"""check_with_allreduce() finds tensors whose bits differ between ranks, and names them and the ranks that agree."""
+"""To a user of check_with_allreduce(): it names tensors whose bits differ, and the ranks that agree."""
 
 from __future__ import annotations
 

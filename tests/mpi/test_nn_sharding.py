@@ -1,4 +1,4 @@
-"""Model and data parallelism together: groups of ranks share a layer, and each group has its own data."""
+"""To who divides model and data: groups of ranks share a layer, and training is that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After synchronize_parameters() and synchronize_gradients(), all ranks have the same tensors: copies or averages."""
+"""To a user of synchronize_parameters() and synchronize_gradients(): all ranks have the same copies, or averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through servers: schedules, Downpour, elastic averaging, data-parallel groups, clocks.
+"""To a user of Downpour, elastic averaging and the others: schedules, groups and clocks as in plain torch.
 
 Where the order of calls determines the result, ranks take their steps in rank order, as the reference does.
 """

@@ -1,4 +1,4 @@
-"""Calls as events of torch.profiler: one for each call, native or through torch.distributed, with sizes and group."""
+"""To a user of torch.profiler: one event for each call, native or of torch.distributed, with sizes and group."""
 
 from __future__ import annotations
 

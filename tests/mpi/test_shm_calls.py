@@ -1,4 +1,4 @@
-"""Calls through shared memory: in their order, beside other transports, and mismatched ones."""
+"""To a user of one host: calls through shared memory keep their order, beside other ways, and mismatches raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: the same bits as of private tensors, and no leaks."""
+"""To a user of empty_shared(): the same bits as of private tensors, and no leaks."""
 
 from __future__ import annotations
 

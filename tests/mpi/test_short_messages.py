@@ -1,4 +1,4 @@
-"""Messages by the fast path, through rings and over MPI: results like those through Python, errors, order, watchdog."""
+"""To a user of short messages: by the fast path, rings or MPI, results, errors and order are those of Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of a job: what calls, messages, buckets and ranges leave in the trace files."""
+"""To a user of timelines: calls, messages, buckets and ranges leave what they were in the trace files."""
 
 from __future__ import annotations
 

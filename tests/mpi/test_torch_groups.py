@@ -1,4 +1,4 @@
-"""Process groups of torch as backends: opening and closing them, and lost connections."""
+"""To a user of the backends of torch: their groups open and close, and lost connections raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections between hosts: paths, messages, losses and ends, among "ranks" that are threads of this process."""
+"""To whoever loses a host: the connections between hosts notice it, tell all ranks, and end the job once."""
 
 from __future__ import annotations
 

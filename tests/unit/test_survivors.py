@@ -1,4 +1,4 @@
-"""Agreement about the remaining ranks, without processes: messages are delivered in an order that the test chooses."""
+"""To whoever loses a rank: the others agree who is left, in any order of messages."""
 
 from __future__ import annotations
 
