@@ -31,9 +31,9 @@ def test_strangers_of_another_host_are_told_nothing_and_delay_nobody(start: Star
             log="debug",
             job_key="0123456789abcdef" if launcher == "torchrun" else "",
         )
-        job.wait_for_launchers(100)
+        job.wait_for_launchers(150)
         (folder / "over").touch()
-        assert strangers.wait(60) == 0
+        assert strangers.wait(150) == 0
     finally:
         strangers.kill()
         strangers.wait()
