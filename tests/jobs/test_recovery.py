@@ -62,7 +62,7 @@ def survive(request, tmp_path, warm_python):
     def run(n: int, code: str, *arguments: object, start: str = START, options: Sequence[str] = ()) -> Result:
         script = tmp_path / "job.py"
         script.write_text(start + textwrap.dedent(code))
-        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], *options, "--timeout", "120"]
+        own = ["-m", "torchmpi", "run", "-n", str(n), *WAYS[request.param], *options, "--timeout", "300"]
         return launched(warm_python, own, script, arguments)
 
     return run
@@ -584,7 +584,7 @@ def replace(tmp_path, warm_python):
 
     def run(n: int, spares: int, code: str, *arguments: object, start: str = START) -> Result:
         (tmp_path / "job.py").write_text(start + textwrap.dedent(code))
-        own = ["-m", "torchmpi", "run", "-n", str(n), "--spares", str(spares), *WAYS["Open MPI"], "--timeout", "120"]
+        own = ["-m", "torchmpi", "run", "-n", str(n), "--spares", str(spares), *WAYS["Open MPI"], "--timeout", "300"]
         return launched(warm_python, own, tmp_path / "job.py", arguments)
 
     return run
@@ -745,7 +745,7 @@ def test_a_rank_killed_before_start_is_named_although_another_one_is_in_its_plac
         mpi.start()
         """)
     )
-    own = ["-m", "torchmpi", "run", "-n", "3", *WAYS["without MPI"], "--respawns", "1", "--timeout", "100"]
+    own = ["-m", "torchmpi", "run", "-n", "3", *WAYS["without MPI"], "--respawns", "1", "--timeout", "300"]
     result = launched([sys.executable], own, script, ())  # forks of one process are not seen as ranks of the launcher
     assert result.returncode == 1, result.output
     assert "rank 1 ended before all ranks had called start()" in result.stderr, result.output
@@ -1038,7 +1038,7 @@ import torch.distributed as dist
 import torchmpi as mpi
 {begin}
 """)
-    run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "100", script)
+    run = ("-m", "torchmpi", "run", "-n", num_ranks, "--without-mpi", "--timeout", "300", script)
     # Not warm: the ranks are looked up among the children of `torchmpi run`.
     first, *others = [*container, sys.executable, *run]
     result = alone(*others, python=first)
