@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Start, hosts_sh, is_openmpi
+from helpers.host_jobs import ROOT, Start, hosts_sh, is_openmpi
 
 ASLEEP = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
 LIMIT = 4

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import NETWORK, PREFIX, ROOT
+from helpers.host_jobs import NETWORK, PREFIX, ROOT
 
 HOSTS_SH = ROOT / "scripts" / "hosts.sh"
 ROUND_TRIP = f"""

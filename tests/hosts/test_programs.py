@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Start, hosts_sh
+from helpers.host_jobs import ROOT, Start, hosts_sh
 
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.trace_reader import read_folder

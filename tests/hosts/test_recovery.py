@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, Start, hosts_sh, is_openmpi
+from helpers.host_jobs import ROOT, Job, Start, hosts_sh, is_openmpi
 
 PROGRAM = ROOT / "tests" / "jobs" / "recovery_program.py"
 SECONDS = 150

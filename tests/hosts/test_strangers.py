@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Start
+from helpers.host_jobs import ROOT, Start
 
 PROGRAM = Path(__file__).parent / "stranger_programs.py"
 ANSWER_BYTES = 48

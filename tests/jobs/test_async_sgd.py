@@ -6,7 +6,7 @@ import csv
 import re
 
 import pytest
-from conftest import ROOT, job_environment
+from helpers.launching import ROOT, job_environment
 
 pytest.importorskip("tomllib", reason="experiments are TOML files, which Python reads from 3.11 on")
 from examples.async_sgd.__main__ import main

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, fake_mpirun, job_environment, search_path
+from helpers.launching import ROOT, Result, fake_mpirun, job_environment, search_path
 
 from torchmpi.cli.bench import options
 from torchmpi.cli.bench.call_bench import CALLS

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 from helpers import warm
+from helpers.launching import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 
 COMMAND = ["-m", "torchmpi"]
 any_mpi = pytest.mark.any_mpi

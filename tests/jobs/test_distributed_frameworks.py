@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import free_port, is_open_mpi, job_environment, search_path
+from helpers.launching import free_port, is_open_mpi, job_environment, search_path
 
 pytestmark = pytest.mark.any_mpi
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import free_port, job_environment
+from helpers.launching import free_port, job_environment
 
 any_mpi = pytest.mark.any_mpi
 # Programs here do not import torchmpi: torch finds it by its entry point.

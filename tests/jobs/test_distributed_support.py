@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, job_environment
+from helpers.launching import ROOT, job_environment
 
 pytestmark = pytest.mark.any_mpi
 

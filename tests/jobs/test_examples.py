@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT, write_mnist
+from helpers.launching import ROOT, write_mnist
 
 pytestmark = pytest.mark.any_mpi
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers.launching import ROOT
 from test_docs import DRIVER, Block, blocks_of, untested_reason
 
 from torchmpi.shared_memory import kernels

@@ -8,7 +8,7 @@ import re
 import signal
 
 import pytest
-from conftest import IN_CALL, is_open_mpi
+from helpers.launching import IN_CALL, is_open_mpi
 
 START = f"""{IN_CALL}
 import os, signal, sys, threading, time

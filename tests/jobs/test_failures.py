@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from conftest import ROOT, is_open_mpi, job_environment, launcher, search_path
 from helpers import failures
+from helpers.launching import ROOT, is_open_mpi, job_environment, launcher, search_path
 
 PROGRAM = """
 import random

@@ -8,7 +8,7 @@ import signal
 from importlib.util import find_spec
 
 import pytest
-from conftest import IN_CALL
+from helpers.launching import IN_CALL
 
 from torchmpi.cli.flight_commands import read_folder
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import is_open_mpi, launcher
+from helpers.launching import is_open_mpi, launcher
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import job_environment
+from helpers.launching import job_environment
 
 pytestmark = [
     pytest.mark.gpu,

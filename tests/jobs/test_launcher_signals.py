@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import is_open_mpi, job_environment, search_path
+from helpers.launching import is_open_mpi, job_environment, search_path
 
 LIMIT_SECONDS = 400
 PROGRAM = """

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import job_environment
 from helpers import failures
+from helpers.launching import job_environment
 
 PROGRAM = Path(__file__).parent / "launcherless_program.py"
 LIMIT_SECONDS = 150

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers.launching import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.any_mpi

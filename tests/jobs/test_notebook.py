@@ -6,8 +6,8 @@ import shutil
 
 import nbformat
 import pytest
-from conftest import ROOT, job_environment
 from helpers import warm
+from helpers.launching import ROOT, job_environment
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.any_mpi

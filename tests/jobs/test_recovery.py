@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, is_open_mpi, job_environment, launcher
 from helpers import failures
+from helpers.launching import ROOT, Result, is_open_mpi, job_environment, launcher
 
 pytestmark = pytest.mark.any_mpi
 TRAINING = (ROOT / "tests" / "jobs" / "recovery_program.py").read_text()

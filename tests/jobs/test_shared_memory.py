@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 from helpers.leftovers import left_files, shared_files
 
 START = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import ROOT
+from helpers.launching import ROOT
 
 pytestmark = pytest.mark.any_mpi
 

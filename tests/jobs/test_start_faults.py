@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import is_open_mpi
+from helpers.launching import is_open_mpi
 
 RANK = """
 import os, sys, time

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 
 any_mpi = pytest.mark.any_mpi
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import job_environment, search_path
+from helpers.launching import job_environment, search_path
 
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
 

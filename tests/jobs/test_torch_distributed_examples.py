@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Result, job_environment
+from helpers.launching import Result, job_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_distributed"
 

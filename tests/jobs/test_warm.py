@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 
 pytestmark = pytest.mark.any_mpi
 
