@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from test_architecture import LEVELS, MODULES, entry_edges  # noqa: E402
 
 IMAGE = ROOT / "docs" / "images" / "levels.svg"

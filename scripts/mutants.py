@@ -696,7 +696,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="the number of mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="draws the mutants (default: 1)")
     parser.add_argument("--again", action="store_true", help="run the survivors of the output, instead of drawn ones")
-    parser.add_argument("--tests", nargs="+", default=[], help="files of tests/unit to use, such as test_core")
+    parser.add_argument("--tests", nargs="+", default=[], help="files of tests/unit to use, such as test_config")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("results/mutants"), help="without suffix")
     parser.add_argument("--launched", action="store_true", help="also run tests on three ranks")

@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if not options.command:
-        parser.error("a command is missing, e.g. scripts/perturb.py python -m pytest tests/unit/test_core.py")
+        parser.error("a command is missing, e.g. scripts/perturb.py python -m pytest tests/unit/test_config.py")
     print(f"perturb: seed {options.seed}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="perturb-") as folder:
         Path(folder, "sitecustomize.py").write_text(_SWITCH)

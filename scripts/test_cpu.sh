@@ -348,8 +348,7 @@ share_of_ranks() {
     only=(-m "${marks}n$2")
 }
 
-# Files of tests/jobs that do not depend on the MPI, or have tests in tests/mpi that run under every MPI: two suites of their
-# own.
+# Files of tests/jobs whose tests all have the marker any_mpi: two suites of their own, which take as long as the others.
 programs=(tests/jobs/test_{async_sgd,distributed_{frameworks,support},docs,kernel_builds,launcherless}.py
     tests/jobs/test_{notebook,recovery,site,timeline,warm}.py)
 examples=(tests/jobs/test_{bench,examples,llm_examples,scripts,single_file_examples,slow_links,torch_suite}.py)

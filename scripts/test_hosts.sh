@@ -118,7 +118,8 @@ for name in $mpis; do
     # torchrun uses no MPI: once.
     [ "$name" = "${mpis%% *}" ] || [ ${#selected[@]} != 0 ] || selected=(-k "not torchrun")
     # These wait for most of the time. Shown too, as test_cpu.sh ends what prints nothing.
-    timeout --foreground -k 10 1800 python -m pytest -p no:cacheprovider --color=no -q --durations=10 tests/hosts \
+    timeout --foreground -k 10 1800 python -m pytest -p no:cacheprovider --color=no -q --durations=10 \
+        -o faulthandler_timeout=600 tests/hosts \
         ${selected[@]+"${selected[@]}"} 2>&1 </dev/null | tee "$logs/$name-faults.log" || status=$?
     record "$name-faults" $((SECONDS - began)) "$status"
 done

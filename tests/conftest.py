@@ -1,4 +1,4 @@
-"""For the tests of all folders: the report of a failed test says how to repeat it; tests of a release are skipped."""
+"""For the tests of all folders: one without a check fails, a report says how to repeat its case, releases have more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 from helpers.failures import pytest_runtest_makereport, pytest_runtest_setup  # noqa: F401, hooks
 
 IS_COMPLETE = bool(os.environ.get("TORCHMPI_TEST_COMPLETE"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,11 +72,16 @@ def mpi_version(program: str = "mpirun") -> str:
     return " ".join((words or lines or ["unknown"])[0].split())
 
 
+def _launcher() -> str:
+    """Return the mpirun of this environment, or else of the system."""
+    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "mpirun"
+
+
 def command(nodeid: str, num_ranks: int = 0, marker: str = "") -> str:
     """Return the command that repeats a test, of a job with `num_ranks` unless that is 0, selected by a marker.
 
-    >>> command("tests/unit/test_core.py::test_x[a b]")
-    "python -m pytest 'tests/unit/test_core.py::test_x[a b]'"
+    >>> command("tests/unit/test_config.py::test_x[a b]")
+    "python -m pytest 'tests/unit/test_config.py::test_x[a b]'"
     """
     words, options = ["python", "-m", "pytest"], []
     if num_ranks:
@@ -94,13 +101,17 @@ def how_to_repeat(item: pytest.Item) -> str:
         num_ranks = place.num_ranks or 1
         marker = f"n{num_ranks}" if item.get_closest_marker(f"n{num_ranks}") else ""
         lines = [f"ranks:     {num_ranks}", f"MPI:       {mpi_version()}"]
-    elif jobs:
-        lines = [f"job:       {shlex.join(each)[:300]}" for each in jobs] + [f"MPI:       {mpi_version(jobs[0][0])}"]
+    elif folder in ("jobs", "hosts", "security"):
+        lines = [f"job:       {shlex.join(each)[:300]}" for each in jobs] + [f"MPI:       {mpi_version(_launcher())}"]
     else:
         lines = ["ranks:     1, without MPI"]
     if drawn := seeds():
         lines.append(f"seed:      {drawn}")
-    return "\n".join([*lines, f"to repeat: {command(item.nodeid, num_ranks, marker)}"])
+    repeating = command(item.nodeid, num_ranks, marker)
+    if folder == "hosts":
+        name = "openmpi" if "Open MPI" in mpi_version(_launcher()) else "mpich"
+        repeating = f"scripts/test_hosts.sh --faults --mpi {name} -k {getattr(item, 'originalname', item.name)}"
+    return "\n".join([*lines, f"to repeat: {repeating}"])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Settings of the links between hosts: each keeps the others; one that this kernel lacks is refused with the remedy."""
+"""To who measures slow links: each setting keeps the others; one that the kernel lacks is refused with the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import NETWORK, PREFIX, ROOT
+from helpers.host_jobs import NETWORK, PREFIX, ROOT
 
 HOSTS_SH = ROOT / "scripts" / "hosts.sh"
 ROUND_TRIP = f"""

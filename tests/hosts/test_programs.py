@@ -1,4 +1,4 @@
-"""Programs on several hosts: all collectives, messages, training and servers by torchrun; reports on slow training."""
+"""To a user of torchrun on several hosts: collectives, messages, training and servers work, and reports name faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Start, hosts_sh
+from helpers.host_jobs import ROOT, Start, hosts_sh
 
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.trace_reader import read_folder

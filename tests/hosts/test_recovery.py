@@ -1,4 +1,4 @@
-"""Jobs on several hosts that continue in the same processes without a killed rank, a crashed host, a cut-off host."""
+"""To whoever loses a rank or a host: the others continue in the same processes, with the bits of a run without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Job, Start, hosts_sh, is_openmpi
+from helpers.host_jobs import ROOT, Job, Start, hosts_sh, is_openmpi
 
 PROGRAM = ROOT / "tests" / "jobs" / "recovery_program.py"
 SECONDS = 150

@@ -1,16 +1,14 @@
-"""Experiments as files: errors with file and line, and runs on simulated workers and ranks, which are continued."""
+"""To a user of experiment files: errors have file and line; interrupted runs, simulated or on ranks, continue."""
 
 from __future__ import annotations
 
 import csv
 import re
-import sys
 
 import pytest
-from conftest import ROOT, job_environment
+from helpers.launching import ROOT, job_environment
 
 pytest.importorskip("tomllib", reason="experiments are TOML files, which Python reads from 3.11 on")
-sys.path.insert(0, str(ROOT))
 from examples.async_sgd.__main__ import main
 from examples.async_sgd.experiment import Experiment, ExperimentError
 from examples.async_sgd.results import lines_of

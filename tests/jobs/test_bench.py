@@ -1,4 +1,4 @@
-"""``torchmpi bench`` and the scripts in benchmarks/ in small jobs: each contestant has a time or a reason for none."""
+"""To a user of ``torchmpi bench`` and of benchmarks/: each contestant has a time, or a reason for none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, fake_mpirun, job_environment, search_path
+from helpers.launching import ROOT, Result, fake_mpirun, job_environment, search_path
 
 from torchmpi.cli.bench import options
 from torchmpi.cli.bench.call_bench import CALLS
 from torchmpi.collective_specs import IN_PLACE
+
+pytestmark = pytest.mark.any_mpi
 
 BENCH = ["-m", "torchmpi", "bench"]
 COLLECTIVES = ",".join(name for name in options.COLLECTIVES if name != "barrier")

@@ -1,4 +1,4 @@
-"""``torchmpi info`` and ``torchmpi doctor`` alone, in jobs, and with broken installations."""
+"""To a user of ``torchmpi info`` and ``doctor``: true facts alone, in jobs, and with broken installations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 from helpers import warm
+from helpers.launching import ROOT, Result, fake_mpirun, is_open_mpi, job_environment, launcher, search_path
 
 COMMAND = ["-m", "torchmpi"]
 any_mpi = pytest.mark.any_mpi

@@ -1,4 +1,4 @@
-"""Programs of other libraries, which choose the backend themselves, under mpirun on torchmpi.
+"""To a user of other libraries: their programs, which choose the backend themselves, run under mpirun on torchmpi.
 
 Also: workers at the end of a job, and torch.compile to machine code.
 """
@@ -12,7 +12,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import free_port, is_open_mpi, job_environment, search_path
+from helpers.launching import free_port, is_open_mpi, job_environment, search_path
+
+pytestmark = pytest.mark.any_mpi
 
 COMMON = """
 import torch

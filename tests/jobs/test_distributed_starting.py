@@ -1,4 +1,4 @@
-"""All methods to start torch.distributed over torchmpi, in programs that do not import torchmpi."""
+"""To a user of torch.distributed: every method to start it works in programs that do not import torchmpi."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import free_port, job_environment
+from helpers.launching import free_port, job_environment
 
 any_mpi = pytest.mark.any_mpi
 # Programs here do not import torchmpi: torch finds it by its entry point.

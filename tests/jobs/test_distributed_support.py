@@ -1,4 +1,4 @@
-"""The tables in results/torch-distributed-support.md: each line is a check, run here and compared.
+"""To a reader of results/torch-distributed-support.md: each line is a check, run here and compared.
 
 ``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` writes the results to the page.
 """
@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, job_environment
+from helpers.launching import ROOT, job_environment
+
+pytestmark = pytest.mark.any_mpi
 
 PAGE = ROOT / "docs" / "torch-distributed.md"
 TABLES = ROOT / "results" / "torch-distributed-support.md"

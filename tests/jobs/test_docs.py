@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: snippets run, links and modules exist, tables are current."""
+"""To a reader of the documentation: snippets run, links and modules exist, and tables agree with the code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from torchmpi import config
 from torchmpi.config import PREFIX
 from torchmpi.errors import TorchMPIError
 from torchmpi.tensors import dtypes
+
+pytestmark = pytest.mark.any_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -176,7 +178,6 @@ def is_same(line: str, expected: str) -> bool:
     return same_words and values == pytest.approx(wanted, abs=0.02)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.parametrize("number", range(len(programs_and_output(TUTORIAL))), ids=lambda number: f"step {number + 1}")
 def test_the_tutorial_prints_this(launch, alone, tmp_path, number):
     program, shown = programs_and_output(TUTORIAL)[number]

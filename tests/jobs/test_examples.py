@@ -1,4 +1,4 @@
-"""The MNIST examples as jobs: equal curves on any number of ranks, accuracy, plots, invalid data."""
+"""To a reader of the MNIST examples: equal curves on any number of ranks, accuracy, plots, and errors for bad data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT, write_mnist
+from helpers.launching import ROOT, write_mnist
+
+pytestmark = pytest.mark.any_mpi
 
 EXAMPLES = ROOT / "examples" / "mnist"
 

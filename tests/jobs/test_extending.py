@@ -1,4 +1,4 @@
-"""The changes of docs/extending.md, applied to a copy of the package, do what the page says."""
+"""To a reader of docs/extending.md: its changes, applied to a copy of the package, do what the page says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from helpers.launching import ROOT
 from test_docs import DRIVER, Block, blocks_of, untested_reason
 
 from torchmpi.shared_memory import kernels

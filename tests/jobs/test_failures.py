@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
-from conftest import ROOT, is_open_mpi, job_environment, launcher, search_path
 from helpers import failures
+from helpers.launching import ROOT, is_open_mpi, job_environment, launcher, search_path
 
 PROGRAM = """
 import random
@@ -78,3 +79,13 @@ def test_a_test_that_launches_jobs_names_them(mpirun, job, request, monkeypatch)
     (command,) = lines_of(text, "to repeat")
     assert command == f"TORCHMPI_LOG='a b' python -m pytest {request.node.nodeid}"
     assert shutil.which("python") is not None and lines_of(text, "seed") == []
+
+
+def test_a_test_on_hosts_is_repeated_by_the_script_that_makes_them(monkeypatch):
+    """Regression: the report named one rank without MPI, and a command that skips the test."""
+    monkeypatch.setattr(failures, "jobs", [["mpirun", "--host", "h0:2,h1:2", "-n", "4", "program.py"]])
+    item = SimpleNamespace(path=ROOT / "tests/hosts/test_links.py", nodeid="test_cut[both]", originalname="test_cut")
+    item.name = item.nodeid
+    text, name = failures.how_to_repeat(item), "openmpi" if is_open_mpi(launcher()) else "mpich"
+    assert lines_of(text, "job") == ["mpirun --host h0:2,h1:2 -n 4 program.py"] and lines_of(text, "ranks") == []
+    assert lines_of(text, "to repeat") == [f"scripts/test_hosts.sh --faults --mpi {name} -k test_cut"]

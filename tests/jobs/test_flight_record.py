@@ -1,4 +1,4 @@
-"""Flight records of jobs: of ranks that were killed, and of ranks that are stopped."""
+"""To whoever asks what a dead or stopped job was doing: its flight records tell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from importlib.util import find_spec
 
 import pytest
-from conftest import IN_CALL
+from helpers.launching import IN_CALL
 
 from torchmpi.cli.flight_commands import read_folder
 

@@ -1,4 +1,4 @@
-"""Ranks that fork: their children are no ranks, and neither end the job nor finalize MPI."""
+"""To a program that forks: children of a rank are no ranks, and neither end the job nor finalize MPI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import is_open_mpi, launcher
+from helpers.launching import is_open_mpi, launcher
 
 
 @pytest.fixture(scope="module")

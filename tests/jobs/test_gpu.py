@@ -1,4 +1,4 @@
-"""Jobs on a GPU: memory over many calls and many starts, and memory errors.
+"""To a user of GPUs: many calls and many starts leave no memory behind, and nothing reads or writes beyond its own.
 
 The ranks may share the GPU, but nothing else may run on it: CUDA counts its memory for all processes together.
 """
@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import job_environment
+from helpers.launching import job_environment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""``python -m torchmpi.horovod``: programs for Horovod, unchanged."""
+"""To a user of Horovod: its programs run unchanged under ``python -m torchmpi.horovod``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds of the kernels of shared memory: compiling for all ranks and later jobs, and the build with checks.
+"""To whoever starts a job for the first time: kernels are compiled once, for all ranks and for later jobs.
 
 All of them use the build with checks, which is compiled once: into an empty cache, by the first job.
 """

@@ -1,4 +1,4 @@
-"""A running job names the rank that makes the others wait, on this host and on another one, and what it does there."""
+"""To whoever has a slow job: it names the rank that makes the others wait, on any host, and what it does there."""
 
 from __future__ import annotations
 

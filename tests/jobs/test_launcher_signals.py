@@ -1,4 +1,4 @@
-"""Signals to the launcher, by a terminal or a scheduler, end the job and name a line; handlers of a program remain."""
+"""To whoever stops a job: a signal to the launcher ends it and names a line, and handlers of a program remain."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import is_open_mpi, job_environment, search_path
+from helpers.launching import is_open_mpi, job_environment, search_path
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 400
 PROGRAM = """
 import os, sys, threading, time
 import torch

@@ -1,4 +1,4 @@
-"""Jobs of plain processes without an MPI launcher, which connect through a store."""
+"""To a user without an MPI launcher: processes that meet through a store are ranks like others, and end as such."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import job_environment
+from helpers import failures
+from helpers.launching import job_environment
 
 PROGRAM = Path(__file__).parent / "launcherless_program.py"
 LIMIT_SECONDS = 150
@@ -105,6 +106,7 @@ def begin(tmp_path, warm_python):
         script = program if isinstance(program, Path) else tmp_path / "job.py"
         if isinstance(program, str):
             script.write_text(START + textwrap.dedent(program))
+        failures.jobs.append(["env", f"WORLD_SIZE={n}", "RANK=0", "python", str(script)])  # and the other ranks
         folder = tmp_path / str(len(jobs))
         folder.mkdir()
         jobs.append(Job(n, [*warm_python, script], folder, env))

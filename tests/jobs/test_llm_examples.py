@@ -1,4 +1,4 @@
-"""The GPT examples as jobs: the loss they reach, and the bits of a run that was killed and continued."""
+"""To a reader of the GPT examples: they reach their loss, and a killed run continues with the same bits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers.launching import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = pytest.mark.any_mpi
 
 EXAMPLES = ROOT / "examples" / "llm"
 NAMES = ("nn_gpt", "engine_gpt", "ddp_gpt")

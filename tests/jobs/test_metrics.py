@@ -1,4 +1,4 @@
-"""Metrics of jobs: the table at ``stop()``, and what remains of the export."""
+"""To whoever exports metrics: the table at ``stop()`` is right, and files remain of ranks that were killed."""
 
 from __future__ import annotations
 

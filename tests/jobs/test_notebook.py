@@ -1,13 +1,16 @@
-"""The notebook of examples/notebook runs from the first cell to the last."""
+"""To a reader of examples/notebook: the notebook runs from the first cell to the last."""
 
 from __future__ import annotations
 
 import shutil
 
 import nbformat
-from conftest import ROOT, job_environment
+import pytest
 from helpers import warm
+from helpers.launching import ROOT, job_environment
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.any_mpi
 
 FOLDER = ROOT / "examples" / "notebook"
 

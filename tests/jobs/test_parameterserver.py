@@ -1,4 +1,4 @@
-"""Jobs with parameter servers: killed ranks, missing stop(), idle servers."""
+"""To a user of parameter servers: killed ranks end the job, a missing stop() does not hurt, and idle servers sleep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if rank == 0:
 HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
 TRANSPORTS = pytest.mark.parametrize("slot_bytes", ("", "0"), ids=("shared memory", "by messages"))
 # Starting Python and torch on a busy machine is most of this.
-LIMIT_SECONDS = 60
 
 
 def environment(slot_bytes: str) -> dict[str, str]:
@@ -50,7 +49,7 @@ while time.monotonic() < end:
         print("part of an update", flush=True)
 open(__file__ + ".not_ended", "w").close()
 """
-    result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment(slot_bytes))
+    result = job(2, START + code, env=environment(slot_bytes))
     assert result.returncode != 0, result.output
     assert "part" not in result.stdout, result.output
     assert (tmp_path / "job.py.running").exists() and not (tmp_path / "job.py.not_ended").exists(), result.output
@@ -82,7 +81,7 @@ ps.send(server, ones, "slow")
 print("all has arrived", bool((ps.receive(server).wait() == 21).all()), flush=True)
 """
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.2"}
-    result = job(2, HOSTS + START + code, timeout=LIMIT_SECONDS, env=env)
+    result = job(2, HOSTS + START + code, env=env)
     assert result.returncode == 0, result.output
     assert "refused: True" in result.stdout, result.output
     assert "all has arrived True" in result.stdout, result.output
@@ -104,7 +103,7 @@ for _ in range(3):
     shares.append(time.process_time() - before)
 print(f"share {min(shares):.4f}", flush=True)
 """
-    result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment("0"))
+    result = job(2, START + code, env=environment("0"))
     assert result.returncode == 0, result.output
     shares = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("share")]
     assert len(shares) == 2 and max(shares) < 0.05, result.output
@@ -123,7 +122,7 @@ mpi.barrier()
 ps.send(server, ones).wait()
 """
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "8"}
-    result = job(2, START + code, timeout=LIMIT_SECONDS, env=env)
+    result = job(2, START + code, env=env)
     assert result.returncode != 0, result.output
     assert "for a chunk that rank 1 has locked" in result.stderr, result.output
     assert "exceeds stall_abort_seconds" in result.stderr, result.output

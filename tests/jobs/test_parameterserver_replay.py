@@ -1,6 +1,4 @@
-"""A program of a newcomer: an algorithm of its own, on ranks of two hosts, repeated three times beside busy processes
-from their record, and on simulated workers.
-"""
+"""To an author of asynchronous algorithms: a run is repeated bit for bit from its record, also in simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/: the choices of common.sh, wrap.sh, and jobs started by ompirun.sh."""
+"""To a user of scripts/: common.sh chooses the right tools, wrap.sh the right cores, and ompirun.sh starts jobs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.any_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"

@@ -1,4 +1,4 @@
-"""Shared data in a job, for users of shared_dataset(): workers read the same memory, and kill -9 leaves nothing."""
+"""To a user of shared_dataset(): workers read the same memory, and kill -9 leaves nothing."""
 
 from __future__ import annotations
 

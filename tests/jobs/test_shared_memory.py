@@ -1,4 +1,4 @@
-"""Jobs whose ranks share memory: leftovers, waiting, failures, and the fallback without shared memory."""
+"""To whoever shares a host with a job: nothing is left in /dev/shm, waiting is cheap, and other ways take over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 from helpers.leftovers import left_files, shared_files
 
 START = """

@@ -1,11 +1,13 @@
-"""The programs of examples/single_file reach their accuracies, and each is complete in one short file."""
+"""To a reader of examples/single_file: the programs reach their accuracies, each complete in one short file."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from conftest import ROOT
+from helpers.launching import ROOT
+
+pytestmark = pytest.mark.any_mpi
 
 FOLDER = ROOT / "examples" / "single_file"
 

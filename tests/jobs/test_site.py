@@ -1,4 +1,4 @@
-"""The documentation as a site: the strict build, the reference of every public name, and the search."""
+"""To a reader of the site: the strict build, every public name in the reference, and a search that finds the page."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 import docs_site  # noqa: E402
+
+pytestmark = pytest.mark.any_mpi
 
 PACKAGES = [name for name in docs_site.REFERENCE.values() if name != "torchmpi.errors"]  # a module without __all__
 

@@ -1,11 +1,13 @@
-"""The measurement of training over slow links in a small job: all methods learn, and report what they sent."""
+"""To a reader of the measurement of slow links: in a small job all methods learn, and report what they sent."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from conftest import ROOT
+from helpers.launching import ROOT
+
+pytestmark = pytest.mark.any_mpi
 
 SCRIPT = ROOT / "benchmarks" / "slow_links.py"
 

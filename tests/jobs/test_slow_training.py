@@ -1,4 +1,4 @@
-"""The report on a timeline names the fault that a script has planted in a training job."""
+"""To whoever asks why training is slow: the report on a timeline names the fault that a script has planted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that end before start(), or do not call it: MPI_Init waits for them without a limit."""
+"""To whoever waits for a job to start: ranks that end before start(), or do not call it, are named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import is_open_mpi
+from helpers.launching import is_open_mpi
 
 RANK = """
 import os, sys, time

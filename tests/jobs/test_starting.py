@@ -1,4 +1,4 @@
-"""start(): without a launcher, after MPI_Init, under the launcher of another library, and without a library."""
+"""To whoever calls start(): it works, or says why, without a launcher, after MPI_Init, and with another library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 
 any_mpi = pytest.mark.any_mpi
 

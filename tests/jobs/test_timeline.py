@@ -1,4 +1,4 @@
-"""Timelines of jobs on two hosts by name, as our reader and Perfetto's own engine read them."""
+"""To a user of timelines on two hosts: our reader and Perfetto's own engine read all events as they happened."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from torchmpi.timeline.aligned_calls import AlignedCalls, earliest_result
 from torchmpi.timeline.merging import merge, merged_events
 from torchmpi.timeline.trace_reader import RankTrace, read_folder
+
+pytestmark = pytest.mark.any_mpi
 
 ENGINE = Path(__file__).with_name("perfetto_engine.js")
 NUM_CALLS, NUM_RANKS, NUM_MESSAGES = 1000, 3, 100

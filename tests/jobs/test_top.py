@@ -1,4 +1,4 @@
-"""torchmpi top on a job that runs: another process names the late rank and its line, and the run leaves its page."""
+"""To a user of torchmpi top: another process names the late rank and its line, and the run leaves its page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import job_environment, search_path
+from helpers.launching import job_environment, search_path
 
 from torchmpi.cli.top.watched_job import WatchedJob, find_jobs
 

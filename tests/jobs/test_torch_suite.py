@@ -1,4 +1,4 @@
-"""PyTorch's distributed test suite over torchmpi, and the reports of its failures."""
+"""To a user of torch.distributed: PyTorch's own tests pass over torchmpi, and unexpected results are reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
+
+pytestmark = pytest.mark.any_mpi
 
 SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
 LIMIT_SECONDS = 300  # scripts/test_cpu.sh sets the timeout of pytest to 600

@@ -1,4 +1,4 @@
-"""Ranks forked from a process with torchmpi loaded are equal to ranks started by Python; without a launcher."""
+"""To who adds a test of a job: ranks forked from a process with torchmpi are equal to ranks started by Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import job_environment
+from helpers.launching import job_environment
 
 pytestmark = pytest.mark.any_mpi
 

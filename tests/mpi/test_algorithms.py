@@ -1,4 +1,4 @@
-"""Algorithms of asynchronous SGD, step by step in rank order, against sequential twins in plain torch."""
+"""To a user of asynchronous SGD: each algorithm equals its sequential twin in plain torch, step by step."""
 
 from __future__ import annotations
 

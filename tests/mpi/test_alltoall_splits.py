@@ -1,4 +1,4 @@
-"""``alltoall`` with parts that are not even."""
+"""To a user of ``alltoall`` with uneven parts: each rank gets its part, and sizes that do not fit raise on all."""
 
 from __future__ import annotations
 

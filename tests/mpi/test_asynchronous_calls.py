@@ -1,4 +1,4 @@
-"""Asynchronous collectives: in order, in machine code of the thread that waits, or by the helper if nobody waits."""
+"""To a user of asynchronous collectives: they keep their order, whichever thread runs them, and end unawaited too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous messages: in order with the others, by the fast path if repeated, and without a thread that waits."""
+"""To a user of asynchronous messages: they keep their order with all others, and arrive without a thread that waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against references."""
+"""To a user of collectives: one contract for all of collective x op x dtype x shape x strides x out x backend."""
 
 from __future__ import annotations
 

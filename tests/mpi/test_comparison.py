@@ -1,4 +1,4 @@
-"""Comparison of calls by messages, on hosts that are simulated by their names: differences are errors on all ranks."""
+"""To whoever makes different calls on several hosts: they are errors on all ranks, and the next calls are right."""
 
 from __future__ import annotations
 

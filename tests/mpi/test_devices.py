@@ -1,4 +1,4 @@
-"""The layers above the collectives, with tensors on a GPU: nn, torch.distributed, messages, the parameter server.
+"""To a user of a GPU: nn, torch.distributed, messages and servers take its tensors as those of the host.
 
 Their behavior on the CPU is tested in other files.
 """

@@ -1,4 +1,4 @@
-"""Collectives that read the other ranks' memory by a system call: the same bits as through slots."""
+"""To a user of large tensors: ranks that read each other's memory get the same bits as through slots."""
 
 from __future__ import annotations
 
@@ -116,10 +116,9 @@ def test_the_root_alone_decides(reads, agree, num_bytes):
                 agree(max(gathered) > 1 and max(scattered) > 1, f"through the slots, root {root}")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("collective", ("gather", "scatter"))
 def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, collective):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     rank, size = mpi.rank(), mpi.size()
     inputs, rows = inputs_of((100_000,), torch.float32), inputs_of((100_000 * size,), torch.float32)
     # The root of a gather reads from all, and from the root of a scatter all read.
@@ -158,10 +157,9 @@ def test_all_ranks_read_or_none(reads, agree):
         agree(max(often(lambda: mpi.allgather(inputs[mpi.rank()]))) > 1, "not directly")
 
 
+@pytest.mark.min_ranks(2)
 def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
     """The result of the trial at start may change: by system settings, or for memory that only its owner can read."""
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
     if rank == mpi.size() - 1:
         runtime.current().world.shared._processes[0] = -1

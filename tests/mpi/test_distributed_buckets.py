@@ -1,4 +1,4 @@
-"""DDP's buckets in shared memory: the same gradients as in private memory, bit for bit, and nothing else is moved."""
+"""To a user of DDP: buckets in shared memory give the gradients of private memory, bit for bit."""
 
 from __future__ import annotations
 

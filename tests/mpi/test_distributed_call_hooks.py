@@ -1,4 +1,4 @@
-"""Hooks of PyTorch 2.14 around the calls of a group get what gloo's get, and cost nothing when they are gone."""
+"""To an author of call hooks for PyTorch 2.14: they get what gloo's get, and cost nothing when they are gone."""
 
 from __future__ import annotations
 

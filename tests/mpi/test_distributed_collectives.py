@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed over torchmpi, against readable references; and calls with invalid arguments."""
+"""To a user of torch.distributed: collectives equal readable references, and invalid arguments are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading data beside torchmpi: workers of a DataLoader, forked during communication, and samplers."""
+"""To a user of a DataLoader: its workers may fork while ranks communicate, and samplers divide the data."""
 
 from __future__ import annotations
 

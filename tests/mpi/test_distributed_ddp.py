@@ -1,4 +1,4 @@
-"""DistributedDataParallel over torchmpi: the same as one process on all the data, for all options."""
+"""To a user of DDP: for all options, training is that of one process on all the data."""
 
 from __future__ import annotations
 

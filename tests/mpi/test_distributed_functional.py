@@ -1,4 +1,4 @@
-"""Functional collectives, collectives with gradients, and coalesced calls."""
+"""To a user of functional and coalesced collectives: results and gradients are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of torch.distributed over torchmpi: made, named, destroyed, and made again; nothing is left behind."""
+"""To a user of groups of torch.distributed: they are made, named, destroyed and made again, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's communication hooks over torchmpi: PyTorch's own, in Python and in C++, and a user's."""
+"""To a user of DDP's communication hooks: PyTorch's own, in Python and in C++, and a user's work over torchmpi."""
 
 from __future__ import annotations
 

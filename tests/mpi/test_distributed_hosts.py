@@ -1,4 +1,4 @@
-"""torch.distributed over hosts that names simulate: machine code in the caller, which ends at timeouts."""
+"""To a user of torch.distributed on several hosts: calls run in machine code of the caller, and end at timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed with lists: the parts of the ranks are at separate addresses."""
+"""To a user of collectives with lists: the parts of the ranks arrive at their separate addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of torch.distributed over torchmpi: whole, and in blocks, as are those with more bytes than MPI counts."""
+"""To a user of messages of torch.distributed: they arrive whole and in order, also if longer than MPI counts."""
 
 from __future__ import annotations
 

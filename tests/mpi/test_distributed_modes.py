@@ -1,4 +1,4 @@
-"""Modes of torch that watch operators see the calls of a process group as they see those of gloo."""
+"""To an author of torch modes that watch operators: they see the calls of a process group as they see gloo's."""
 
 from __future__ import annotations
 

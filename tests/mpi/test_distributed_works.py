@@ -1,4 +1,4 @@
-"""Works and futures of torch.distributed over torchmpi, and calls on several groups in any order."""
+"""To a user of works and futures: they end, keep their tensors, and run on several groups in any order."""
 
 from __future__ import annotations
 

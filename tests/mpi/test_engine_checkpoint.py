@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: a resumed run equals an uninterrupted one bit for bit."""
+"""To a user of checkpoints: a resumed run of several ranks equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -192,11 +192,10 @@ def resharded(max_epochs: int, path: Path | None = None, stop: tuple[int, Path] 
     return state, seen
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("grows", [False, True])
 def test_resumes_on_another_number_of_ranks(agree, path, grows):
     """A run of all ranks on the groups {0} and {1, ...}, and a run of rank 0 on all ranks."""
-    if mpi.size() == 1:
-        pytest.skip("needs several ranks")
     groups = mpi.push_communicator(mpi.rank() > 0)
     mpi.set_communicator(0)
     first, second = (groups, 0) if grows else (0, groups)

@@ -1,4 +1,4 @@
-"""Training in one call: the result is that of one process on the whole batches."""
+"""To a user of fit(): training in one call gives the result of one process on the whole batches."""
 
 from __future__ import annotations
 

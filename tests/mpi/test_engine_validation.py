@@ -1,4 +1,4 @@
-"""Validation on several ranks: metrics cover the data of all ranks, and all ranks stop together."""
+"""To a user of validation: metrics cover the data of all ranks, and all ranks stop together."""
 
 from __future__ import annotations
 
@@ -46,9 +46,6 @@ def test_metrics_cover_the_data_of_all_ranks(agree):
 def test_a_metric_of_one_rank_is_refused(agree):
     engine = AllReduceSGDEngine(progress=False)
     arguments = dict(network=network(), criterion=nn.CrossEntropyLoss(), iterator=make_batches(1, 0))
-    if mpi.size() == 1:
-        engine.test(**arguments, metrics={"accuracy": Accuracy()})
-        return
     with pytest.raises(ArgumentError, match=r"Accuracy has no synchronize.*SummedMetric\(metric"):
         engine.test(**arguments, metrics={"accuracy": Accuracy()})
     name = f"error of rank {mpi.rank()}"

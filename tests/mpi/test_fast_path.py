@@ -1,4 +1,4 @@
-"""The fast path: the calls that take it, and equal results to those of the path through Python."""
+"""To whoever counts microseconds: which calls are machine code, with the results of the way through Python."""
 
 from __future__ import annotations
 
@@ -392,9 +392,8 @@ def test_rows_that_differ_in_number(agree):
     agree.equal(after, torch.full((1,), float(size)), "the call after it")
 
 
+@pytest.mark.min_ranks(2)
 def test_mismatches_raise(agree):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     for _ in range(2):
         mpi.allreduce(torch.ones(4))
         mpi.allreduce(torch.ones(5))
@@ -439,9 +438,8 @@ def test_two_threads_share_a_communicator(agree):
     agree.equal(results, {name: [float(mpi.size())] * 200 for name in results}, "from two threads")
 
 
+@pytest.mark.min_ranks(2)
 def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     group = mpi.communicator().intra
     for _ in range(2):
         mpi.allreduce(torch.ones(6))
@@ -469,10 +467,9 @@ def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     agree.equal(group.call_log.current, None, "after all calls")
 
 
+@pytest.mark.min_ranks(2)
 def test_an_interrupt_leaves_the_queue_usable(agree):
     """Ctrl-C while the kernel waits, which then ends without a result, before Python has taken over the call."""
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     # On a communicator of its own, since rank 0 calls something else.
     level = mpi.push_communicator("all")
     own = mpi.communicator(level)

@@ -1,4 +1,4 @@
-"""Flight records of running ranks: calls through Python and by the fast path."""
+"""To whoever reads a flight record: it has each call and message, made through Python and by the fast path."""
 
 from __future__ import annotations
 
@@ -72,10 +72,9 @@ def test_a_call_that_fails_is_marked(agree):
         mpi.barrier()
 
 
+@pytest.mark.min_ranks(2)
 def test_messages_are_recorded(agree, default_group):
     """By Python and by the fast path, native and of torch.distributed, with those that have not ended."""
-    if mpi.size() < 2:
-        pytest.skip("needs two ranks")
     rank, size = mpi.rank(), mpi.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     group = mpi.communicator(0).intra

@@ -1,4 +1,4 @@
-"""Random calls against references; ``fuzz_collectives.py`` runs any number of them."""
+"""To a user of collectives: random calls equal references; ``fuzz_collectives.py`` runs any number of them."""
 
 from __future__ import annotations
 

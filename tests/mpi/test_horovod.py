@@ -1,4 +1,4 @@
-"""torchmpi.horovod: the contract of Horovod's interface, for any number of ranks."""
+"""To a user of Horovod: torchmpi.horovod keeps the contract of its interface, for any number of ranks."""
 
 from __future__ import annotations
 

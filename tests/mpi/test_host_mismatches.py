@@ -1,4 +1,4 @@
-"""Different calls of the ranks of one host, on backends that would notice them on some ranks only."""
+"""To whoever makes different calls on one host: all ranks raise, also where a backend would tell some only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rendezvous of the connections between hosts, among real ranks on hosts that the test chooses."""
+"""To the supervision of a job: the connections between hosts are made whatever the placement of the ranks."""
 
 from __future__ import annotations
 

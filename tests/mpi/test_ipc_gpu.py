@@ -1,4 +1,4 @@
-"""Collectives through staging areas on GPUs."""
+"""To a user of GPUs of one host: collectives through staging areas on them have the bits of those on the host."""
 
 from __future__ import annotations
 

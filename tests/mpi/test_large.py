@@ -1,4 +1,4 @@
-"""More elements than a 32-bit count holds, if there is enough memory."""
+"""To a user of huge tensors: more elements than a 32-bit count holds, if there is enough memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``allreduce_many`` against one call per tensor, with and without packing."""
+"""To a user of ``allreduce_many``: the bits of one call per tensor, with and without packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpi.metrics()``: exact counts and bytes of calls by every path, also on freed communicators."""
+"""To a user of ``mpi.metrics()``: exact counts and bytes of calls by every path, also on freed communicators."""
 
 from __future__ import annotations
 
@@ -122,11 +122,10 @@ def with_late_rank(call: Callable[[], object], comm: mpi.Communicator, late: int
     return mpi.allgather_object(alone)[late]
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_the_wait_for_a_late_rank_is_measured_apart(agree):
     """By the fast path, through Python, and in a comparison of calls that MPI runs."""
-    if mpi.size() == 1:
-        pytest.skip("needs a late rank")
     comm, tensor = mpi.group(range(mpi.size()), name="late"), torch.ones(3)
     for _ in range(2):
         mpi.allreduce(tensor, comm=comm)
@@ -146,21 +145,19 @@ def test_the_wait_for_a_late_rank_is_measured_apart(agree):
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_a_failed_call_leaves_no_wait_behind(agree):
-    if mpi.size() > 1:
-        comm = mpi.group(range(mpi.size()), name="fails")
-        if RANK == 0:
-            time.sleep(0.1)
-        agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK), comm=comm))
-        agree.equal(comm.intra.call_log.log_fields[LogFields.waited], 0)
-        mpi.barrier(comm=comm)
-        comm.free()
+    comm = mpi.group(range(mpi.size()), name="fails")
+    if RANK == 0:
+        time.sleep(0.1)
+    agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK), comm=comm))
+    agree.equal(comm.intra.call_log.log_fields[LogFields.waited], 0)
+    mpi.barrier(comm=comm)
+    comm.free()
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("backend", ["mpi", "p2p", "gloo"])
 def test_the_wait_for_a_late_rank_is_measured_where_a_library_waits(agree, backend):
-    if mpi.size() == 1:
-        pytest.skip("needs a late rank")
     comm, tensor = mpi.group(range(mpi.size()), name=f"late {backend}"), torch.ones(3)
     mpi.allreduce(tensor, comm=comm, backend=backend)  # connects
     before = mpi.metrics()["calls"][f"late {backend}"]["allreduce"]
@@ -174,12 +171,11 @@ def test_the_wait_for_a_late_rank_is_measured_where_a_library_waits(agree, backe
         agree(found["waited"] >= alone, f"{found}, {alone}")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_a_rank_waits_for_those_whose_data_it_needs(agree):
     """A rank of a broadcast for the root, and the root of a gather for all; the others of these for nobody."""
     size = mpi.size()
-    if size == 1:
-        pytest.skip("needs a late rank")
     comm, last = mpi.group(range(size), name="rooted"), size - 1
     for collective in (mpi.broadcast, mpi.gather):
         alone = with_late_rank(partial(collective, torch.ones(3), 0, comm=comm, backend="mpi"), comm, late=last)
@@ -193,11 +189,10 @@ def test_a_rank_waits_for_those_whose_data_it_needs(agree):
         agree.equal(found["gather"]["waited"], 0, f"{found}")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_messages_are_counted(agree):
     size = mpi.size()
-    if size == 1:
-        pytest.skip("needs two ranks")
     comm = mpi.group(range(size), name="messages")
     right, left = (RANK + 1) % size, (RANK - 1) % size
     for _ in range(2):
@@ -231,12 +226,11 @@ def test_freed_communicators_keep_their_counts(agree):
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("world")
 def test_calls_that_fail_are_not_counted(agree):
-    if mpi.size() > 1:
-        before = counts()
-        for _ in range(2):
-            agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK)))
-        agree.equal(since(before), {})
-        mpi.barrier()
+    before = counts()
+    for _ in range(2):
+        agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK)))
+    agree.equal(since(before), {})
+    mpi.barrier()
 
 
 @pytest.mark.usefixtures("world")

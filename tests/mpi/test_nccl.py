@@ -1,4 +1,4 @@
-"""The backend `nccl` on GPUs. Without one, or where ranks share one that NCCL will not share, it is skipped."""
+"""To a user of NCCL: the backend equals references on GPUs; skipped where there are none that NCCL takes."""
 
 from __future__ import annotations
 

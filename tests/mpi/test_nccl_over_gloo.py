@@ -1,4 +1,4 @@
-"""The backend `nccl` with a process group of gloo in the place of that of NCCL: the same code on host memory.
+"""To a user of NCCL: the code of the backend, on host memory, with a group of gloo in the place of NCCL's.
 
 The tests on GPUs are in test_nccl.py.
 """

@@ -1,4 +1,4 @@
-"""The asynchronous backward: hooks, buckets, accumulation, and errors."""
+"""To a user of the asynchronous backward: hooks, buckets and accumulation give the averages of the plain way."""
 
 from __future__ import annotations
 

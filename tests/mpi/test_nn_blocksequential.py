@@ -1,4 +1,4 @@
-"""Synchronization of a BlockSequential: one collective per block."""
+"""To a user of BlockSequential: one collective per block synchronizes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping of synchronized gradients, alone and with GradScaler and DistributedOptimizer."""
+"""To who clips gradients: after synchronization, alone, with GradScaler and DistributedOptimizer, as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that call their closure several times, and decide by the loss how often."""
+"""To a user of LBFGS and its like: all ranks call the closure as often, and take the same steps."""
 
 from __future__ import annotations
 

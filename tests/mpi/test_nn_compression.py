@@ -1,4 +1,4 @@
-"""Gradients that are sent in 16 bits."""
+"""To a user of 16-bit gradients: what is sent is rounded once, and added in float32."""
 
 from __future__ import annotations
 

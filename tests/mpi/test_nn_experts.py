@@ -1,4 +1,4 @@
-"""MixtureOfExperts: the same as a plain mixture in one process, with the experts and the tokens on several ranks."""
+"""To a user of MixtureOfExperts: with experts and tokens on several ranks it is a plain mixture of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients through collectives, checked numerically.
+"""To a user of collectives with gradients: these agree with numerical ones.
 
 ``torch.autograd.gradcheck`` compares derivatives in one process. So each collective is made a function from the inputs
 of all ranks, which every rank holds, to the results of all ranks: :func:`joint`. All ranks then change the same input

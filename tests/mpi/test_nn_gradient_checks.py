@@ -1,4 +1,4 @@
-"""Gradients that are changed or used before they are synchronized, and nets that are moved while registered."""
+"""To whoever changes gradients too early, or moves a registered net: an error names the parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are used too early: one table of the uses, the interfaces that see them, and whom the error names."""
+"""To whoever uses gradients too early: a table of the uses, the interfaces that see them, and whom the error names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""join: ranks with different numbers of batches."""
+"""To a user of join: ranks with different numbers of batches train as one process on all of them."""
 
 from __future__ import annotations
 

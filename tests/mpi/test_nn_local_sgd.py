@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: steps of each rank alone, and now and then an average of all ranks."""
+"""To a user of local SGD and DiLoCo: steps of each rank alone, and averages of all ranks as in plain torch."""
 
 from __future__ import annotations
 

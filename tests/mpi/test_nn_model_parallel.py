@@ -1,4 +1,4 @@
-"""MPLinear: the same as nn.Linear, with its input features on several ranks."""
+"""To a user of MPLinear: the same as nn.Linear, with its input features on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any torch optimizer, with averaged gradients."""
+"""To a user of DistributedOptimizer: any torch optimizer, with averaged gradients."""
 
 from __future__ import annotations
 

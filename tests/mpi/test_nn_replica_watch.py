@@ -1,4 +1,4 @@
-"""watch_replicas() compares the replicas every some steps: a flipped bit is named on all ranks, and mended."""
+"""To a user of watch_replicas(): a flipped bit is named on all ranks within some steps, and mended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mpinn.DistributedSampler: the parts of the ranks."""
+"""To a user of mpinn.DistributedSampler: the parts of the ranks cover the data."""
 
 from __future__ import annotations
 

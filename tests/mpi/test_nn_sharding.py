@@ -1,4 +1,4 @@
-"""Model and data parallelism together: groups of ranks share a layer, and each group has its own data."""
+"""To who divides model and data: groups of ranks share a layer, and training is that of one process."""
 
 from __future__ import annotations
 
@@ -298,18 +298,16 @@ def test_calls_on_the_group_leave_shards_of_other_groups_alone(agree, model_leve
     agree.equal(net[2].weight.grad, gradient)
 
 
+@pytest.mark.min_ranks(2)
 def test_sums_are_refused(agree, model_level):
-    if mpi.size() == 1:
-        pytest.skip("one rank: a sum is the average")
     net = make_net(mpinn.MPLinear, comm=model_level)
     backward(net, 0)
     agree.raises(ArgumentError, lambda: mpinn.synchronize_gradients(net, average=False), "Use average=True")
     agree.raises(ArgumentError, lambda: mpinn.register_async_backward(net, average=False), "Use average=True")
 
 
+@pytest.mark.min_ranks(3)
 def test_groups_of_different_sizes_are_refused(agree):
-    if mpi.size() < 3:
-        pytest.skip("needs groups of different sizes")
     level = mpi.push_communicator("first" if mpi.rank() == 0 else "others")
     mpi.set_communicator(0)
     agree.raises(ArgumentError, lambda: mpinn.MPLinear(7, 5, comm=level), "groups of equal size", "data_comm=")

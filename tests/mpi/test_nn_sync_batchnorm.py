@@ -1,4 +1,4 @@
-"""SyncBatchNorm: the same as nn.BatchNorm in one process that has the batches of all ranks."""
+"""To a user of SyncBatchNorm: the same as nn.BatchNorm in one process that has the batches of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers of a job: the calls and messages that a program sees of its ranks, and when they end."""
+"""To an author of observers: a program sees the calls and messages of its ranks, and when they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The point-to-point algorithms against references: short and long tensors, with few and many chunks."""
+"""To a user of the backend `p2p`: short and long tensors, with few and many chunks, equal references."""
 
 from __future__ import annotations
 

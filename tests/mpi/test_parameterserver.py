@@ -1,4 +1,4 @@
-"""Parameter servers in shared memory, by messages, and with both (simulated hosts)."""
+"""To a user of parameter servers: each send counts once, in shared memory, by messages, and with both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers for lists of tensors give and take what one server for each tensor would."""
+"""To a user of servers for lists of tensors: they give and take what one server for each tensor would."""
 
 from __future__ import annotations
 

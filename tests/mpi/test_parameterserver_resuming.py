@@ -1,4 +1,4 @@
-"""Saved states of updates with servers, and the end of their servers."""
+"""To a user of servers: updates continue from a saved state, and servers end when they are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of runs on ranks: each event once, with the staleness and the versions of the servers."""
+"""To a user of ps.record(): each event once, with staleness and versions, and a replay with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading shards, by the same and by other ranks, and invalid checkpoints."""
+"""To a user of ps.save(): shards are loaded by the same and by other ranks, and invalid files are refused."""
 
 from __future__ import annotations
 

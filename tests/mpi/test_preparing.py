@@ -1,4 +1,4 @@
-"""Plans are made by the thread that makes the call or by the helper of the call queue, whichever needs them first."""
+"""To a program with threads: whichever thread needs a plan first makes it, and it is made once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as events of torch.profiler: one for each call, native or through torch.distributed, with sizes and group."""
+"""To a user of torch.profiler: one event for each call, native or of torch.distributed, with sizes and group."""
 
 from __future__ import annotations
 
@@ -306,11 +306,10 @@ def test_each_call_of_torch_distributed_for_objects_is_an_event(agree, default_g
     agree.equal(counted_calls(action), len(shown(action)))
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("name", ["send", "isend", "recv from any rank", "batch_isend_irecv"])
 def test_each_message_of_torch_distributed_is_one_event(agree, default_group, name):
     rank, size, tensor = mpi.rank(), mpi.size(), torch.ones(6)
-    if size < 2:
-        pytest.skip("needs two ranks")
     right, left = (rank + 1) % size, (rank - 1) % size
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Steps in the flight record: what counts them, each step once, for `torchmpi top`."""
+"""To a user of ``torchmpi top``: what counts as a step is in the flight record, each step once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in memory that cannot be written: refused where a call would write to them, sent where it reads."""
+"""To whoever passes memory that cannot be written: refused where a call would write to it, sent where it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid arguments are refused before any communication: all ranks raise the same error, and the next call works."""
+"""To whoever passes invalid arguments: all ranks raise the same error before anything is sent, and go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the backend on real ranks: by table, by size, by mode, measured, and loaded from a file.
+"""To who chooses backends: by table, by size, by mode, measured, or from a file, all ranks choose the same.
 
 The backends of these tests record the calls and forward them to `mpi`.
 """

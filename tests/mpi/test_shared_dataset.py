@@ -1,4 +1,4 @@
-"""shared_dataset() on ranks: made once on each host, the same memory everywhere, errors on all ranks. For its users."""
+"""To a user of shared_dataset(): made once on each host, the same memory everywhere, and errors on all ranks."""
 
 from __future__ import annotations
 

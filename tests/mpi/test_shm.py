@@ -1,4 +1,4 @@
-"""The shared-memory backend, with slots so small that short tensors take every path; bits as of references."""
+"""To a user of one host: collectives through slots, here so small that all paths are taken, have the right bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls through shared memory: in their order, beside other transports, and mismatched ones."""
+"""To a user of one host: calls through shared memory keep their order, beside other ways, and mismatches raise."""
 
 from __future__ import annotations
 
@@ -127,10 +127,9 @@ DISAGREEMENTS = {
 
 
 @any_slots
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
-    if mpi.size() == 1:
-        return
     one, others, names = DISAGREEMENTS[what]
     others()  # prepared calls take a shorter path
     message = error_of(lambda: one() if mpi.rank() == mpi.size() - 1 else others())
@@ -141,11 +140,10 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
 
 
 @any_slots
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
 def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch, when):
     """Regression: ranks that completed the call had used more slots than this rank had counted."""
-    if mpi.size() == 1:
-        return
     was_told = False
 
     def no_memory(*arguments: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Staging in chunks through host buffers: the bits of the whole, on every backend; a CUDA-aware MPI library.
+"""To a user of devices: staging in chunks through host buffers gives the bits of the whole, on every backend.
 
 Here the device is host memory.
 """

@@ -1,4 +1,4 @@
-"""Timelines of a job: what calls, messages, buckets and ranges leave in the trace files."""
+"""To a user of timelines: calls, messages, buckets and ranges leave what they were in the trace files."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def test_every_call_is_a_slice_on_every_rank(agree, folder):
     agree(earliest >= -2 * max(trace.error_seconds for trace in traces), str(earliest))
 
 
+@pytest.mark.min_ranks(2)
 def test_the_algorithm_is_named(agree, folder):
-    if mpi.size() < 2:
-        pytest.skip("needs two ranks")
     is_pair, expected = mpi.size() == 2, []
     whole, swap, parts = "whole tensors to all", "swap of whole tensors", "exchange of parts"
     shared = mpi.empty_shared((100_000,)).fill_(1)
@@ -173,11 +172,10 @@ def test_exchanges_of_the_fast_path_are_recorded(agree, folder):
     agree(all(each["line"].startswith(f"{__file__}:") for each in details), f"{details}")
 
 
+@pytest.mark.min_ranks(2)
 def test_messages_of_torch_distributed_are_recorded(agree, folder, default_group):
     """Several in flight to one rank: their slices do not overlap, and wait() is one of its own."""
     size = mpi.size()
-    if size < 2:
-        pytest.skip("needs two ranks")
     right, left = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
     dist = torch.distributed
     with mpi.timeline.start(folder):
@@ -197,10 +195,9 @@ def test_messages_of_torch_distributed_are_recorded(agree, folder, default_group
                 {(400, "float32", __file__)})  # fmt: skip
 
 
+@pytest.mark.min_ranks(2)
 def test_sends_are_connected_with_their_receives(agree, folder, default_group):
     """Also after messages of which the timeline has one part, or none; each message has a length of its own."""
-    if mpi.size() < 2:
-        pytest.skip("needs two ranks")
     rank, size = mpi.rank(), mpi.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     for _ in range(3):
@@ -251,9 +248,8 @@ def test_sends_are_connected_with_their_receives(agree, folder, default_group):
         agree.equal(ready, min(max(begin, since), end))
 
 
+@pytest.mark.min_ranks(2)
 def test_a_failed_call_is_recorded_with_its_error(agree, folder):
-    if mpi.size() < 2:
-        pytest.skip("needs two ranks")
     with mpi.timeline.start(folder):
         agree.raises(mpi.errors.MismatchError, lambda: mpi.allreduce(torch.ones(2 + mpi.rank() % 2)))
     failed = [each for each in traces_of(folder)[mpi.rank()].calls if "error" in each.details]
@@ -376,9 +372,8 @@ def test_calls_of_torch_and_of_the_package_have_the_line_of_the_program(agree, f
     agree.equal(lines, {__file__})
 
 
+@pytest.mark.min_ranks(2)
 def test_combining_and_staging_are_parts_of_the_call(agree, folder):
-    if mpi.size() < 2:
-        pytest.skip("needs two ranks")
     with mpi.timeline.start(folder):
         mpi.allreduce(torch.ones(300, 200).t(), backend="p2p")
         mpi.broadcast(torch.ones(3), 0, backend="mpi")

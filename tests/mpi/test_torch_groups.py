@@ -1,4 +1,4 @@
-"""Process groups of torch as backends: opening and closing them, and lost connections."""
+"""To a user of the backends of torch: their groups open and close, and lost connections raise."""
 
 from __future__ import annotations
 
@@ -99,13 +99,12 @@ def test_a_lost_connection_is_an_error_that_names_the_rank(agree, group):
         agree(error is not None and (lost in str(error) or size > 2), f"{error!r}")
 
 
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize(
     ("collective", "step"), [("allreduce", "begin_alltoall"), ("broadcast", "broadcast"), ("allgather", "exchange")]
 )
 def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monkeypatch, collective, step):
     """Regression: the other ranks waited until the watchdog ended the job."""
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     world = mpi.communicator(0).intra
     group, last = world.duplicate("a call that fails"), mpi.size() - 1
     dtype, op = torch.float32, "sum" if collective == "allreduce" else None
@@ -133,9 +132,8 @@ def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monke
     group.free()
 
 
+@pytest.mark.min_ranks(2)
 def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
     for collective in (mpi.allreduce, mpi.broadcast):
         for numel in (3, 30_000):
             with pytest.raises(MismatchError, match=rf"\[{numel}\].*\[{numel + 1}\]|\[{numel + 1}\].*\[{numel}\]"):
@@ -143,18 +141,20 @@ def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):
             agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")
 
 
+@pytest.mark.min_ranks(2)
 def test_a_call_by_gloo_does_not_match_the_same_call_by_shared_memory(agree):
-    if mpi.size() == 1 or mpi.communicator(0).intra.log_board is None:
-        pytest.skip("needs another rank, and shared memory with all ranks")
+    if mpi.communicator(0).intra.log_board is None:
+        pytest.skip("no shared memory with all ranks")
     with pytest.raises(MismatchError, match=r"different transports|has aborted"):
         mpi.allreduce(torch.ones(3), backend="gloo" if mpi.rank() == 0 else "shm")
     agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")
     agree.equal(mpi.allreduce(1, backend="shm"), mpi.size(), "shared memory after it")
 
 
+@pytest.mark.min_ranks(2)
 def test_without_kernels_calls_are_compared_by_a_message(agree):
-    if mpi.size() == 1 or mpi.communicator(0).intra.log_board is None:
-        pytest.skip("needs another rank, on one host: over several hosts the caller of the backend compares")
+    if mpi.communicator(0).intra.log_board is None:
+        pytest.skip("over several hosts the caller of the backend compares")
     group = mpi.communicator(0).intra.duplicate("without kernels")
     config = mpi.Config(slot_bytes=0)
     backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap))

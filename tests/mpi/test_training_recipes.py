@@ -1,4 +1,4 @@
-"""A matrix of training recipes: every interface trains as one process on the whole batch, or refuses the recipe."""
+"""To who trains: every interface trains each recipe as one process on the whole batch, or refuses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over several hosts, simulated by host names on this machine; against references.
+"""To a user of several hosts, here simulated by names: collectives over them equal references.
 
 Only the names of the hosts are simulated; processes, messages and groups are real.
 """

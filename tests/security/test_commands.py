@@ -1,4 +1,4 @@
-"""Commands of torchmpi and what others may have put into names of hosts and into the current folder."""
+"""To a user of commands: what others put into names of hosts and the current folder is neither run nor printed raw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another user of the host puts in the way of files: links, pipes, folders, code, locks, flight records."""
+"""To whoever shares a host: links, pipes, folders, code and locks of others are not followed, run or awaited."""
 
 from __future__ import annotations
 

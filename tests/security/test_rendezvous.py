@@ -1,4 +1,4 @@
-"""Another user of the host tries to take part in a job without MPI, through the store in which its ranks meet.
+"""To a user without MPI: another user of the host cannot take part in the job through the store of its ranks.
 
 The store of torch has no password, so the stranger reads and writes it. It learns the address of the store from
 ``/proc/net/tcp``; here the ranks write it to a file. Each test also checks what the victims say.

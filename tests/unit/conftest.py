@@ -9,7 +9,6 @@ import hypothesis
 import mpi4py
 import pytest
 import torch
-from helpers.checks import pytest_runtest_call  # noqa: F401, a hook
 
 # Without a deadline, which an example could exceed on a busy machine. The same examples in each run, so that a change
 # is judged by what it changes; HYPOTHESIS_PROFILE=search looks for others.

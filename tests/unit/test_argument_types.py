@@ -1,4 +1,4 @@
-"""Checks of arguments by annotations: what they accept, for every public function that has them."""
+"""To whoever passes an argument: for every public function with annotations, what they accept is accepted."""
 
 from __future__ import annotations
 

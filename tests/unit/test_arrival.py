@@ -1,4 +1,4 @@
-"""The ranks that a rank waits for first if several share a core."""
+"""To ranks that share cores: which of the others a rank waits for first."""
 
 from __future__ import annotations
 

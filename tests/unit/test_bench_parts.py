@@ -1,4 +1,4 @@
-"""Parts of ``torchmpi bench`` that need no job: arguments, workloads, the model, statistics."""
+"""To a user of ``torchmpi bench``: arguments, workloads, the model and the statistics are right, without a job."""
 
 from __future__ import annotations
 

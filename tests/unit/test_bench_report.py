@@ -1,4 +1,4 @@
-"""Tables, files and comparisons of ``torchmpi bench``, from artificial rows."""
+"""To a reader of ``torchmpi bench``: tables, files and comparisons say what the rows say."""
 
 from __future__ import annotations
 

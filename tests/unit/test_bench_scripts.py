@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ without a job: options, plans, tables, sums, and the process with RPC."""
+"""To a user of benchmarks/: options, plans, tables and sums are right, without a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's verdicts from given facts, and its report."""
+"""To a reader of the doctor's report: the verdicts follow from the facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, the formatting of reports, and the gathering of facts about a process."""
+"""To a user of the command line: options, reports, and facts about a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decision between cached and non-temporal copies, from given times."""
+"""To a user of long tensors: the faster of cached and non-temporal copies is chosen, from given times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs of ranks, and the groups that follow from them, from given facts."""
+"""To a user of GPUs: which one a rank gets, and the groups that follow from them, from given facts."""
 
 from __future__ import annotations
 

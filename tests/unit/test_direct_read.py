@@ -1,4 +1,4 @@
-"""The choice of direct reads, from given paces, and the result of a read."""
+"""To a user of large tensors: direct reads are chosen where they are faster, and their failures are seen."""
 
 from __future__ import annotations
 

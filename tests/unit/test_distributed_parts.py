@@ -1,4 +1,4 @@
-"""Parts of the torch.distributed backend that need no other process."""
+"""To a user of torch.distributed: what the backend decides and converts without another process is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that begin again after a loss: which copy and whose random state each rank gets; states of the loop."""
+"""To an author of an elastic loop: after a loss each rank gets its copy, its random state and the state of the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: atomic replacement, loading without torchmpi, refusal of invalid folders, asynchronous saving."""
+"""To a user of checkpoints: replaced as a whole, read without torchmpi, refused if damaged, saved in the background."""
 
 from __future__ import annotations
 

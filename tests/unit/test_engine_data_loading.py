@@ -1,4 +1,4 @@
-"""Prefetching: same batches in the same order, errors with their traceback, no thread left."""
+"""To a user of prefetching: same batches in the same order, errors with their traceback, no thread left."""
 
 from __future__ import annotations
 

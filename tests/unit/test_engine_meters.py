@@ -1,4 +1,4 @@
-"""Meters compared with arithmetic on all values."""
+"""To who reads a meter: it has the value of the arithmetic on all values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one bit for bit, at any point of interruption."""
+"""To a user of checkpoints: a resumed run equals an uninterrupted one bit for bit, wherever it was interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGDEngine compared with an explicit loop."""
+"""To a user of SGDEngine: it does what an explicit loop does."""
 
 from __future__ import annotations
 

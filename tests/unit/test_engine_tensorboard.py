@@ -1,4 +1,4 @@
-"""Scalars of a run for TensorBoard."""
+"""To a user of TensorBoard: it gets the scalars of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping, schedulers and mixed precision of the engine, compared with an explicit loop; compiled networks."""
+"""To a user of clipping, schedulers, mixed precision, compiled networks: the engine does what an explicit loop does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation after each epoch: metrics, early stop, best weights, and schedulers that need a metric."""
+"""To a user of validation: metrics, early stop, best weights, and schedulers that need a metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decisions of the failure handling about an error, and the line that a stall report shows."""
+"""To whoever reads a report: which rank reports an error, as what, and the line that a stall report shows."""
 
 from __future__ import annotations
 

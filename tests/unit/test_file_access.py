@@ -1,4 +1,4 @@
-"""How files are opened: outputs by a rename, inputs of limited size and without waiting, and what readers refuse."""
+"""To whoever names a file: outputs appear whole, inputs are of limited size, and readers refuse what is not theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of tensors in flat buffers, and passes over them in blocks."""
+"""To an author of updates: lists of tensors in flat buffers, and passes over them in blocks, change no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flight records: files, rings, and the comparison of the ranks, without processes."""
+"""To whoever reads flight records: files, rings, and the comparison of the ranks are right, without processes."""
 
 from __future__ import annotations
 

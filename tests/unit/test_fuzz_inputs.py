@@ -1,4 +1,4 @@
-"""Hundreds of damaged inputs for all readers of files; ``tests/fuzz_inputs.py`` runs any number of them."""
+"""To whoever opens a damaged file: no reader hangs or crashes; ``tests/fuzz_inputs.py`` tries any number of them."""
 
 from __future__ import annotations
 

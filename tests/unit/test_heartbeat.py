@@ -1,4 +1,4 @@
-"""The connections between hosts: paths, messages, losses and ends, among "ranks" that are threads of this process."""
+"""To whoever loses a host: the connections between hosts notice it, tell all ranks, and end the job once."""
 
 from __future__ import annotations
 
@@ -186,8 +186,12 @@ def test_the_first_rank_of_each_host_knows_the_round_trip_to_the_next_one():
 
 def test_a_goodbye_is_no_loss():
     ranks = Ranks([0, 0, 1, 2])
+    links = [link for heartbeat in ranks.heartbeats for link in heartbeat._links.values() if link.peer == 2]
     ranks.heartbeats[2].close()
-    time.sleep(0.2)
+    limit = time.monotonic() + WAIT_SECONDS
+    while not all(link.is_closed for link in links) and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert [(link.said_goodbye, link.is_closed) for link in links] == [(True, True)] * 2
     assert all(heartbeat._end_at == float("inf") for heartbeat in ranks.heartbeats)
     ranks.close()
 

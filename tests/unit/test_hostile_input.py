@@ -1,4 +1,4 @@
-"""What is read from a network or a process, with random content: clear errors, no hang. Files: fuzz_inputs.py."""
+"""To whoever shares a network: random content gives clear errors and no hang. For files: fuzz_inputs.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plans of ipc, executed by a model of streams that publish and await numbers, in random interleavings."""
+"""To a user of the backend `ipc`: its plans are right in any interleaving of streams, by a model of them."""
 
 from __future__ import annotations
 

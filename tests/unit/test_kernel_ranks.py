@@ -1,4 +1,4 @@
-"""Collectives of the compiled kernels among 2, 3, 17 and 70 ranks, compared with NumPy."""
+"""To a user of one host: the compiled collectives among 2, 3, 17 and 70 ranks equal NumPy."""
 
 from __future__ import annotations
 

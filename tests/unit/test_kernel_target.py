@@ -1,4 +1,4 @@
-"""The target of Numba's compiler for kernels: operations on words, intrinsics, and what is not loaded for them."""
+"""To an author of kernels: operations on words and intrinsics compute as told, and little is loaded for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native reductions compared with their reference, bit for bit, for all positions of elements and results."""
+"""To a user of reductions: native ones have the bits of their reference, for all positions of elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled rules compared with references, bit for bit, and with the optimizers of torch."""
+"""To a user of rules of servers: compiled ones have the bits of references, and of the optimizers of torch."""
 
 from __future__ import annotations
 

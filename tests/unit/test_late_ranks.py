@@ -1,4 +1,4 @@
-"""Late ranks are named, with the cause, and even ones never: the decision over recorded and invented paces."""
+"""To whoever has a slow job: late ranks are named, with the cause, and even ones never, over recorded paces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between ranks without a launcher. Ranks are threads with real connections."""
+"""To a user without a launcher: messages arrive in order, losses raise, and idle ranks sleep. Ranks are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers are detected by the variables that they set in each process."""
+"""To a user of any launcher: it is detected by the variables that it sets in each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logger ``torchmpi``: output on standard error, and errors that must not propagate."""
+"""To whoever reads the output: the logger ``torchmpi`` writes to standard error, and its errors harm nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of long calls over hosts: for any number of hosts, ranks and rows, all blocks of sums lie in it."""
+"""To a user of long calls over hosts: all blocks of sums lie in their memory, for any hosts, ranks and rows."""
 
 from __future__ import annotations
 

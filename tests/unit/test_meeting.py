@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks, which are threads here, among strangers that send nothing or something."""
+"""To ranks that meet: they find each other authenticated, among strangers that send nothing or something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a run in memory: the ranks that are left return to the last one that all of them have."""
+"""To whoever loses a rank: those that are left return to the last copy in memory that all of them have."""
 
 from __future__ import annotations
 

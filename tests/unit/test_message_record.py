@@ -1,4 +1,4 @@
-"""The table of messages in a flight record: one channel for each other rank, direction and tag."""
+"""To whoever reads flight records of messages: one channel for each other rank, direction and tag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of calls, their export and their table, without ranks."""
+"""To whoever exports metrics: counts, their files and their table are right, without ranks."""
 
 from __future__ import annotations
 

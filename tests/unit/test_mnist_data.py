@@ -1,4 +1,4 @@
-"""The data modules of the MNIST examples: reading, error messages, and division into batches."""
+"""To a user of the MNIST examples: data are read and divided right, and error messages name the file."""
 
 from __future__ import annotations
 

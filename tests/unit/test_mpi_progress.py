@@ -1,4 +1,4 @@
-"""What the thread does that makes progress between the calls of a rank."""
+"""To a rank that computes: what the thread does that makes progress between its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions of values around NCCL's reductions, which are computed here by torch with the semantics of NCCL."""
+"""To a user of NCCL: conversions of values around its reductions, computed here by torch, lose nothing."""
 
 from __future__ import annotations
 

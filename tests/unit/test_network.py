@@ -1,4 +1,4 @@
-"""Choice of the address at which other hosts reach this one."""
+"""To a user of several networks: the address at which other hosts reach this one is chosen, and silence is limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries about new ranks in the store of the launcher: those that somebody else has written are refused."""
+"""To new ranks: entries that somebody else has written into the store of the launcher are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""BlockSequential: parameters in blocks, otherwise equal to Sequential."""
+"""To a user of BlockSequential: parameters in blocks, otherwise equal to Sequential."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The positions of gradients in buckets: pure planning, and the flat tensors."""
+"""To a user of buckets: each gradient has its place in a flat tensor, and only one."""
 
 from __future__ import annotations
 

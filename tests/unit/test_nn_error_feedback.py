@@ -1,4 +1,4 @@
-"""The arithmetic of compressors, which needs no other rank."""
+"""To a user of compressors: their arithmetic is within its limits, without another rank."""
 
 from __future__ import annotations
 

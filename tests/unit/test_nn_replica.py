@@ -1,4 +1,4 @@
-"""Which tensors of a net are synchronized."""
+"""To a user of synchronize_parameters(): which tensors of a net are synchronized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checksum behind check_with_allreduce() differs where the bits of tensors differ."""
+"""To a user of check_with_allreduce(): its checksum differs where the bits of tensors differ."""
 
 from __future__ import annotations
 

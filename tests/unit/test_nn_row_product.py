@@ -1,4 +1,4 @@
-"""A linear layer of one row gives the numbers of torch, by machine code wherever torch would only multiply."""
+"""To who generates with a divided model: a linear layer of one row gives the numbers of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader of object files, beside that of LLVM."""
+"""To whoever compiles kernels: our loader of object files runs the code as that of LLVM does."""
 
 from __future__ import annotations
 

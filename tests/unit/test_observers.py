@@ -1,4 +1,4 @@
-"""Observers without ranks: order and thread of their records, errors, forks, and the table of a job's observers."""
+"""To an author of observers: order and thread of records, errors, forks, and the table of a job's observers."""
 
 from __future__ import annotations
 

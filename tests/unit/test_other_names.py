@@ -1,4 +1,4 @@
-"""Names, keywords and operations of other libraries: the errors name the replacement."""
+"""To a user of other libraries: for their names, keywords and operations, errors name the replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packaging/ and setup.cfg both state."""
+"""To whoever installs torchmpi: packaging/ and setup.cfg state the same versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actors: rules applied to shards in memory, by one process and by several, against a reference in plain torch."""
+"""To a user of servers: rules applied to shards by several processes have the bits of plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of runs: columns, files, staleness by pairs of ranks, times."""
+"""To a reader of records of runs: columns, files, staleness by pairs of ranks, and times are right."""
 
 from __future__ import annotations
 

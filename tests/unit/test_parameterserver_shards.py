@@ -1,4 +1,4 @@
-"""Layout of shards, chunks and messages, and rejected rules, without processes."""
+"""To a user of servers: shards, chunks and messages cover each element once, and bad rules are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated workers: results, orders and times that follow from the arguments; failures, joins, errors."""
+"""To a user of simulated workers: results, orders and times follow from the arguments, failures included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of parameter-server training that need no processes: schedules, buffers, arithmetic, invalid options."""
+"""To a user of updates with servers: schedules, buffers, arithmetic, and refused options, without ranks."""
 
 from __future__ import annotations
 

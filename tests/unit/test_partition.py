@@ -1,4 +1,4 @@
-"""Even partitions and chunks against their definitions."""
+"""To whoever divides elements: even partitions and chunks agree with their definitions."""
 
 from __future__ import annotations
 

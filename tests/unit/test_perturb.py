@@ -1,4 +1,4 @@
-"""``scripts/perturb.py`` stops threads of the programs below its command, and passes on how that ends."""
+"""To who looks for races: ``scripts/perturb.py`` stops threads of its command, and passes on how that ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and plots: what their scripts draw, from which numbers, and that pages show them."""
+"""To a reader of pictures and plots: they show the code and the results, and can be made again."""
 
 from __future__ import annotations
 

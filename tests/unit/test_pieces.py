@@ -1,4 +1,4 @@
-"""Long messages in pieces: how much is sent before others have arrived."""
+"""To a user of long messages: how much of one is sent, in pieces, before others have arrived."""
 
 from __future__ import annotations
 

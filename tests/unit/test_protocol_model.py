@@ -1,4 +1,4 @@
-"""All executions of the kernels' protocol for two and three ranks, and faults that they must reveal."""
+"""To who changes kernels: all executions of their protocol for two and three ranks are right, and faults are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions by operations of torch, which the backend ipc uses on GPUs: the bits of the compiled ones, and references.
+"""To a user of GPUs: reductions by operations of torch have the bits of the compiled ones, and of references.
 
 The numbers and the comparison of bits are those of the tests of the compiled reductions.
 """

@@ -1,4 +1,4 @@
-"""Each fact of the tables, and each name in a list that must agree with them, is removed from a copy: a test fails."""
+"""To who adds a row to a table of facts: if one is missing, or a name in a list beside it, a test fails."""
 
 from __future__ import annotations
 

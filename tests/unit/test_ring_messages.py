@@ -1,4 +1,4 @@
-"""Messages through rings of shared memory, among threads: order, tags, any source, lengths, ends.
+"""To a user of short messages: order, tags, any source, lengths and ends, among threads, in rings of shared memory.
 
 The transport and its kernels are those of a job; the messages are plain objects, and the ranks are threads.
 """

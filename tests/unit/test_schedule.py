@@ -1,4 +1,4 @@
-"""Plans of messages for 1 to 64 ranks, carried out without processes."""
+"""To a user of several hosts: plans of messages for 1 to 64 ranks give each rank its result."""
 
 from __future__ import annotations
 

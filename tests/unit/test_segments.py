@@ -1,4 +1,4 @@
-"""Shared memory without ranks: access, release, and the table for the kernels."""
+"""To whoever shares memory: access by the owner only, release, and the table for the kernels, without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules, the default table, and the choice of the selector, with backends that only report availability."""
+"""To who chooses backends: rules, the default table, and the choice, with backends that only report availability."""
 
 from __future__ import annotations
 

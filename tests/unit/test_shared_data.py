@@ -1,4 +1,4 @@
-"""Shared data without ranks, for users of shared_dataset(): the format, memory, pickles of multiprocessing."""
+"""To a user of shared_dataset(): the format, the memory, and pickles of multiprocessing, without ranks."""
 
 from __future__ import annotations
 

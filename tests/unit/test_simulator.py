@@ -1,4 +1,4 @@
-"""The code of the backends on simulated ranks: right results in rank order, all messages received, no deadlock."""
+"""To a user of many ranks: on simulated ones results are in rank order, all messages arrive, no deadlock."""
 
 from __future__ import annotations
 

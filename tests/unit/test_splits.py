@@ -1,4 +1,4 @@
-"""Plans of groups, hierarchical steps, cores and devices, against their definitions, without processes."""
+"""To a user of levels: groups, hierarchical steps, cores and devices agree with their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a rank that has ended before all ranks had called start()."""
+"""To whoever waits for a start: a rank that has ended before all have called start() is reported."""
 
 from __future__ import annotations
 

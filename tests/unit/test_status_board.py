@@ -1,4 +1,4 @@
-"""The status of ranks: as text of limited size, and as ranks ask each other for it in memory that they share."""
+"""To whoever reads a report: the status of ranks is text of limited size, and ranks answer in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells of itself, whom it asks by which carrier, and the search for ranks that wait for each other."""
+"""To whoever reads a report: what a rank tells of itself, whom it asks how, and who waits for whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, at most a line every ten seconds in a file; checkpoints that take long."""
+"""To whoever waits: a bar on a terminal, at most a line every ten seconds in a file; long checkpoints show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order on a device: handles, call queues and staging, on a model of a device that executes late."""
+"""To a user of devices: handles, queues and staging keep the order, on a model of a device that is late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervision of a job: exit statuses, restarts, lost hosts. Launchers and ranks are shells, and no MPI is started."""
+"""To a user of torchmpi run: exit statuses, restarts and lost hosts. Launchers and ranks are shells here."""
 
 from __future__ import annotations
 

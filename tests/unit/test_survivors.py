@@ -1,4 +1,4 @@
-"""Agreement about the remaining ranks, without processes: messages are delivered in an order that the test chooses."""
+"""To whoever loses a rank: the others agree who is left, in any order of messages."""
 
 from __future__ import annotations
 
@@ -60,12 +60,17 @@ class Wires:
 
     def agree(self, next_victim: int | None = None) -> None:
         """Let all ranks that are not killed agree, while messages arrive and perhaps one more is killed."""
+        in_call: set[int] = set()
+        over = threading.Event()
 
         def run(rank: int) -> None:
             try:
                 while rank not in self.killed:
                     self.results[rank] = self.ranks[rank].agree(lambda: self.tell(rank), 20)
-                    time.sleep(0.1)  # a call, which fails if another one is lost
+                    in_call.add(rank)
+                    while self.ranks[rank].is_agreed and not over.is_set():
+                        time.sleep(1e-3)  # in a call, which fails if another one is lost
+                    in_call.discard(rank)
                     if self.ranks[rank].is_agreed:
                         return
             except (RankLostError, StallError) as error:
@@ -80,8 +85,10 @@ class Wires:
             has_delivered = self.deliver_one()
             num_before -= has_delivered
             if not has_delivered:
+                if in_call.issuperset(rank for rank, thread in zip(alive, threads, strict=True) if thread.is_alive()):
+                    over.set()
                 time.sleep(1e-3)
-            if num_before < 0 and next_victim is not None:
+            if num_before < 0 and next_victim is not None and not over.is_set():
                 self.kill(next_victim)
                 self.ranks[next_victim].exclusion = "killed"  # ends its thread, which the next line wakes
                 self.ranks[next_victim].note(next_victim, "killed")

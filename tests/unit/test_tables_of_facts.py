@@ -1,4 +1,4 @@
-"""The tables of facts: the types that must be written out name their rows, and the rows agree with each other."""
+"""To who adds a row to a table of facts: types name their rows, and the rows agree with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the collectives check of a tensor or a number before they communicate."""
+"""To whoever passes a tensor or a number: what cannot be sent is refused before anything is."""
 
 from __future__ import annotations
 

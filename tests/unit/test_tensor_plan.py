@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: each number of a weight has one rank, heads stay whole, and errors say what fits."""
+"""To a user of tensor_parallel: each number of a weight has one rank, heads stay whole, and errors say what fits."""
 
 from __future__ import annotations
 

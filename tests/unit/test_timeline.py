@@ -1,4 +1,4 @@
-"""Timelines without processes: the recorder, the trace file, phases, and the parts of a step."""
+"""To a user of timelines: the recorder, the trace file, phases, and parts of a step are right, without processes."""
 
 from __future__ import annotations
 

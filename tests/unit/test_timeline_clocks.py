@@ -1,4 +1,4 @@
-"""The clocks of timelines: measurements, alignment with error bounds, and ticks of the fast path."""
+"""To a reader of timelines: clocks of hosts are aligned within their error bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchmpi top: who waits for whom, the late rank and its cause, the table, the page; over records of this process."""
+"""To a user of torchmpi top: who waits for whom, the late rank and its cause, the table and the page are right."""
 
 from __future__ import annotations
 

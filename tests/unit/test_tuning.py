@@ -1,4 +1,4 @@
-"""The decisions of autotune() from measurements, and the file with the results."""
+"""To a user of autotune(): decisions follow from the measurements, and the file keeps them."""
 
 from __future__ import annotations
 

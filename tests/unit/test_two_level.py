@@ -1,4 +1,4 @@
-"""Collectives over hosts without processes: the order of a pipeline, and the arithmetic of reductions."""
+"""To a user of several hosts: the order of a pipeline and the arithmetic of reductions, without processes."""
 
 from __future__ import annotations
 

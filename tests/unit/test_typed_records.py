@@ -1,4 +1,4 @@
-"""Records with typed fields: what Python and kernels read by name, and what the compiler of the kernels refuses."""
+"""To an author of kernels: Python and kernels read the same fields by name, and typical mistakes do not compile."""
 
 from __future__ import annotations
 

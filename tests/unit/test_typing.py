@@ -1,4 +1,4 @@
-"""A type checker finds typical mistakes, and none in correct programs."""
+"""To a user of a type checker: it finds typical mistakes, and none in correct programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit that ``torchmpi --version`` names, and versions of other packages that are refused."""
+"""To whoever reports a defect: ``torchmpi --version`` names the commit, and versions that do not fit are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reports and the ends of calls by the watchdog, from what ranks tell each other, without processes."""
+"""To whoever has a job that hangs: the watchdog reports calls that wait too long, and ends them, by what ranks tell."""
 
 from __future__ import annotations
 
