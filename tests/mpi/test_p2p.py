@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import contract
+from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import config, errors
-from torchmpi.backends import p2p, round_messages
+from torchmpi.backends import mpi_messages, p2p, round_messages
 from torchmpi.backends.compared_calls import ComparedCall
 from torchmpi.backends.mpi_messages import can_call_from_kernels
+from torchmpi.backends.p2p import P2PReduction
 from torchmpi.backends.pieces import PieceQueue
 from torchmpi.session import runtime
 from torchmpi.tensors import schedule
@@ -194,6 +200,36 @@ def test_an_error_of_mpi_in_a_piece_is_raised(agree):
     peer = schedule.Message(mpi.size(), 0, 1)
     with pytest.raises(runtime.current().MPI.Exception, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
         pieces.begin(schedule.Round(sends=(peer,)), lambda _: torch.ones(9000), lambda _: torch.ones(9000))
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("form", ["compiled", "pieces", "whole", "exchange"])
+def test_after_an_error_of_mpi_memory_is_kept_and_the_group_is_refused(agree, monkeypatch, form):
+    """Regression: MPI went on to receive into freed memory, and the next call sent what was left of it.
+
+    Rank 0 receives a message that is too long from each other rank, and nothing after it.
+    """
+    rank, last, group = mpi.rank(), mpi.size() - 1, mpi.group(range(mpi.size())).intra
+    monkeypatch.setattr(round_messages, "can_call_from_kernels", lambda _: form == "compiled")
+    monkeypatch.setattr(group.context, "sends_whole", form == "whole")
+    memory, too_long = np.ones(20_011, np.float32), np.ones(800, np.float32)
+    tensor, kept = torch.from_numpy(memory), weakref.ref(memory)
+    if form == "exchange":
+        call, tag = partial(mpi_messages.exchange, group, [(last, tensor[:500])], [], 3000), mpi_messages.PARTS_TAG
+    else:
+        settings = config.Config(pipeline_bytes=2000, message_bytes=3000)
+        call = partial(P2PReduction(group, torch.float32, "sum", settings).allreduce, tensor, None, 0)
+        tag = round_messages._TAG
+    if rank > 0 and (rank == last or form != "exchange"):
+        group.comm.Send(too_long, 0, tag)
+    elif rank == 0:
+        agree.raises(MPI.Exception, call)  # that the message is too long; of several, that one has an error
+        agree.raises(errors.StallError, call, "cannot be used any more")
+        del call, tensor, memory
+        gc.collect()
+        agree(kept() is not None, "MPI receives into memory that has been freed")
+    MPI.COMM_WORLD.Barrier()
+    agree.equal(mpi.allreduce(1), mpi.size(), "another group")
 
 
 def test_calls_of_other_backends_in_between(agree):

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.message_transport import PACKED_BYTES, MpiTransport
+from torchmpi.backends.message_transport import PACKED_BYTES, MpiTransport, Transport
 from torchmpi.backends.ring_transport import RingTransport
 from torchmpi.collectives.message_handle import MessageHandle, transport_of
 from torchmpi.collectives.point_to_point import _part_key
@@ -26,6 +26,7 @@ from torchmpi.collectives.short_messages import exchange_later
 from torchmpi.config import Config
 from torchmpi.session import runtime
 from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.memory_layout import LockFields
 
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("placement")]
 
@@ -279,13 +280,20 @@ def test_messages_that_wait_for_no_rank_are_machine_code(agree, monkeypatch):
     agree.equal(mpi.allreduce(group.messages.value), 0, "messages that have not been received")
 
 
+def under_way(transport: Transport) -> set[MessageHandle]:
+    """Return the messages that have been posted and have not ended."""
+    if isinstance(transport, MpiTransport):
+        return {each.message for opened in list(transport._open.values()) for each in list(opened)}
+    return {each.message for each in list(transport._open) if each.message is not None}
+
+
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
     """Ctrl-C in a receive, of which nothing has arrived, or the description, but not the values.
 
     Regression: locks stayed taken, MPI received the next message for a receive that nobody continued, or the values of
-    this one were taken for those of the next.
+    this one were taken for those of the next. Between the begin of a receive and the wait for it, it stayed posted.
     """
     rank, last, transport = mpi.rank(), mpi.size() - 1, transport_of(mpi.communicator().intra)
     length, world = LONG if has_begun else 6, MPI.COMM_WORLD
@@ -302,29 +310,39 @@ def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
             send = MessageHandle(transport.group, "send", first, last, is_receive=False, is_background=False)
             stage = transport._first_stage(send) if has_begun else None
             requests = [] if stage is None else [next(stage.begins)]
-            is_over = world.recv(source=last)
+            is_over, is_left = world.recv(source=last)
             if stage is None:
                 mpi.send(first, last)
             else:
                 MPI.Request.Waitall([*requests, *stage.begins])
+            if is_left:
+                world.send(None, last)
             mpi.send(second, last)
         elif rank == last:
             memory = np.zeros(length, np.float32)
             is_kept = weakref.ref(memory)
+            address, open_before = memory.ctypes.data, under_way(transport)
             names = interrupted(lambda there=memory: mpi.recv(torch.from_numpy(there), 0), place)
             del memory
-            if isinstance(transport, MpiTransport) and any(transport._open.values()):
-                agree(is_kept() is not None, f"{place}: MPI receives into memory that has been freed")
+            there, left = f"interrupted at {place}, in {names[-1]}", under_way(transport) - open_before
+            if any(message.tensor.data_ptr() == address for message in left):
+                agree(is_kept() is not None, f"{there}: it is received into memory that has been freed")
             if isinstance(transport, MpiTransport):
-                agree(
-                    not transport._lock._is_owned(), f"{place}: the progress thread waits for the lock, in {names[-1]}"
-                )
+                agree(not transport._lock._is_owned(), f"{there}: the progress thread waits for the lock")
             is_over = names.count("proceed") > 5  # waiting in Python
-            world.send(is_over, 0)
+            world.send((is_over, bool(left)), 0)
+            if left:  # the description has arrived, so that the sender waits
+                agree(has_begun, f"{there}: it takes a later message")
+                world.recv(source=0)
             got = mpi.recv(torch.zeros(length), 0)
             if torch.equal(got, first):
                 got = mpi.recv(torch.zeros(length), 0)
-            agree.equal(got, second, f"interrupted at {place}, in {names[-1]}")
+            else:
+                agree(has_begun, f"{there}: the message after it is lost")
+            agree.equal(got, second, there)
+            locks = transport.lock, transport.group.peer_queue("receive", 0).run_lock
+            pending = [lock.fields[LockFields.pending] - lock.fields[LockFields.ended] for lock in locks]
+            agree(left or not any(pending), f"{there}: the fast path makes no messages any more")
         if rank not in (0, last) or is_over:
             break
     agree.equal(mpi.allreduce(transport.group.messages.value), 0, "messages that have not been received")

@@ -13,7 +13,7 @@ from ..communicators import splits
 from ..communicators.call_codes import CallNumber
 from ..communicators.group import Group, GroupResource
 from ..communicators.plan import Backends
-from ..errors import MismatchError, StallError
+from ..errors import MismatchError
 from ..shared_memory import fast_path, kernels
 from ..shared_memory.kernels import records
 from ..shared_memory.kernels.records import MISMATCH, STEP_AFTER, STEP_BEFORE, STEP_BETWEEN, TIMEOUT
@@ -123,11 +123,11 @@ class CallComparison:
     @property
     def has_kernels(self) -> bool:
         """Whether machine code can send the messages."""
-        return can_call_from_kernels(self.group) and not self.wait.unfinished
+        return can_call_from_kernels(self.group) and self.group.unfinished is None
 
     def agree(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Collective."""
-        self.wait.check()
+        self.group.check_messages()
         compiled = self._compiled
         if compiled is None:
             return self.run(number, self.synchronize, lambda exchange, number: exchange.agree(number), self.synchronize)
@@ -173,7 +173,7 @@ class CallComparison:
         `before` and `after` run a step within the host, if this rank has one. ``between(exchange, number)`` exchanges
         the number between the hosts, in which None differs from all others, and returns whether it is equal.
         """
-        self.wait.check()
+        self.group.check_messages()
         is_equal = self._step(number, before)
         if self.exchange is not None:
             is_equal = between(self.exchange, number if is_equal else None)
@@ -208,13 +208,12 @@ class _Wait(GroupResource):
 
     Attributes:
         record: Where the machine code says that it waits.
-        unfinished: The number of the call that has been ended, if any.
         eager: How many nanoseconds machine code waits before other ranks may have the core.
     """
 
     def __init__(self, group: Group, intra: Group | None) -> None:
         self._group, self._intra = group, intra
-        self.record, self.unfinished = records.HostsWait.new(), 0
+        self.record = records.HostsWait.new()
         self.eager = 0 if group.context.is_crowded else _EAGER_NANOSECONDS
 
     @property
@@ -230,33 +229,11 @@ class _Wait(GroupResource):
             self._intra.end_call(report=self._group.call_log.report_when_late)
 
     def give_up(self, status: int, *memory: object) -> NoReturn:
-        """Raise for a call that has been ended with TIMEOUT, or by an error of MPI.
-
-        MPI keeps its messages, which may arrive yet, and so their memory.
-        """
-        self.unfinished = self._group.call_log.seq
-        self.keep(*memory)
-        self._group.forget_plans()
+        """Raise for a call that has been ended with TIMEOUT, or by an error of MPI; keep the memory of its messages."""
+        self._group.give_up(*memory)
         if status == TIMEOUT:
             self._group.call_log.expired()
         raise self._group.context.MPI.Exception(status)
-
-    def keep(self, *memory: object) -> None:
-        """Keep memory of the current call, if it has been given up."""
-        if self.unfinished == self._group.call_log.seq:
-            _kept.append(memory)
-
-    def check(self) -> None:
-        """Raise if an earlier call has been ended: its messages would be taken for those of the next one."""
-        if self.unfinished:
-            raise StallError(
-                f"{self._group.where}: call #{self.unfinished} of this group was ended before the messages of other "
-                "hosts had arrived, so the group cannot be used any more. Create a new one, or end the job."
-            )
-
-
-_kept: list[object] = []
-"""Memory of messages that MPI has not ended."""
 
 
 def _nothing() -> None:

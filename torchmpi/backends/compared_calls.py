@@ -759,7 +759,7 @@ class _KernelCall:
 
     def _run_kernel(self, kernel: Callable[..., int], call: _Call, number: int, finish: Callable[[int], bool]) -> bool:
         source, target, call_log = call.source, call.target, self._group.call_log
-        self._plan.comparison.wait.check()
+        self._group.check_messages()
         num_bytes, row_bytes = 0, 0
         if source is not None:
             num_bytes, row_bytes = source.nbytes, rows_of(source)[1] * source.itemsize

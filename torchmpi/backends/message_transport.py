@@ -148,6 +148,10 @@ class Transport:
         """Withdraw a message; return False if it has begun."""
         raise NotImplementedError
 
+    def carries(self, message: PostedMessage) -> bool:
+        """Return whether a message has been posted and has not ended."""
+        raise NotImplementedError
+
     @property
     def has_messages(self) -> bool:
         """Whether messages are under way."""
@@ -205,6 +209,10 @@ class _Open:
     error: BaseException | None = None
 
 
+_kept: list[_Open] = []
+"""Messages of which MPI has ended a part with an error, and may not have ended other ones, in the same memory."""
+
+
 class MpiTransport(Transport):
     """The messages of a group as messages of MPI."""
 
@@ -247,11 +255,15 @@ class MpiTransport(Transport):
 
     def _begin(self, message: PostedMessage, stage: Stage) -> None:
         with self._lock:
-            self.adopt(message, stage)
             try:
+                self.adopt(message, stage)
                 stage.requests.extend(stage.begins)
-            except self.MPI.Exception:
-                self._remove(next(each for each in self._open[message.call_queue] if each.message is message), [])
+            except BaseException as error:
+                opened = self._find(message)
+                if opened is not None and (isinstance(error, self.MPI.Exception) or not stage.requests):
+                    self._remove(opened, [])  # otherwise a look at it would begin it
+                    if stage.requests:
+                        _kept.append(opened)
                 raise
 
     def adopt(self, message: PostedMessage, stage: Stage) -> None:
@@ -262,8 +274,16 @@ class MpiTransport(Transport):
         queue = message.call_queue
         opened = self._open.setdefault(queue, deque())
         if all(each.message is not message for each in opened):
-            queue.run_lock.fields[LockFields.pending] += 1
-            opened.append(_Open(message, stage, self.MPI.Status()))
+            entry = _Open(message, stage, self.MPI.Status())
+            queue.run_lock.fields[LockFields.pending] += 1  # from here on without a call
+            opened += [entry]
+
+    def _find(self, message: PostedMessage) -> _Open | None:
+        opened = list(self._open.get(message.call_queue, ()))
+        return next((each for each in opened if each.message is message), None)
+
+    def carries(self, message: PostedMessage) -> bool:
+        return self._find(message) is not None
 
     def proceed(self, message: PostedMessage, turn: int) -> int:
         begun = time.monotonic_ns()
@@ -316,15 +336,14 @@ class MpiTransport(Transport):
 
     def sleep(self, message: PostedMessage, seconds: float) -> None:
         """Sleep until something may have arrived; without an MPI library this also reads."""
-        opened = next((each for each in self._open.get(message.call_queue, ()) if each.message is message), None)
+        opened = self._find(message)
         request = opened.stage.requests[0] if opened is not None and opened.stage.requests else None
         wait: Callable[[float], object] = getattr(request, "wait_for", time.sleep)
         wait(seconds)
 
     def cancel(self, message: PostedMessage) -> bool:
         with self._lock:
-            opened = self._open.get(message.call_queue, ())
-            found = next((each for each in opened if each.message is message), None)
+            found = self._find(message)
             if found is None or not message.is_receive or message.waited_until:
                 return False
             for request in filter(None, found.stage.requests):  # one, which has not been found to have ended
@@ -354,6 +373,8 @@ class MpiTransport(Transport):
                 opened.stage = followed
         except self.MPI.Exception as error:  # perhaps truncated, and not to be received again
             opened.error = error
+            if any(opened.stage.requests[:-1]):  # the last one has failed
+                _kept.append(opened)
             return True
 
     def _first_stage(self, message: PostedMessage) -> Stage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any
 
 import numpy as np
@@ -146,15 +146,18 @@ def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:
 
 def exchange(group: Group, received: Messages, sent: Messages, message_bytes: int) -> None:
     """Receive messages from other ranks, and send them some, in pieces of at most `message_bytes`."""
-    MPI, comm = group.context.MPI, group.comm
-    begin = [(comm.Irecv, *each) for each in received] + [(comm.Isend, *each) for each in sent]
-    MPI.Request.Waitall(
-        [
-            call((piece, MPI.BYTE), peer, PARTS_TAG)
-            for call, peer, tensor in begin
-            for piece in messages(MPI, tensor, message_bytes)
-        ]
-    )
+    group.check_messages()
+    MPI, comm, requests = group.context.MPI, group.comm, list[Any]()
+    try:
+        for call, which in ((comm.Irecv, received), (comm.Isend, sent)):
+            pieces = [(piece, peer) for peer, tensor in which for piece in messages(MPI, tensor, message_bytes)]
+            # Without an instruction of Python, before which an interrupt may come, when a message has begun.
+            requests.extend(starmap(call, [((piece, MPI.BYTE), peer, PARTS_TAG) for piece, peer in pieces]))
+        MPI.Request.Waitall(requests)
+    except BaseException as error:
+        if isinstance(error, MPI.Exception) or any(requests):
+            group.give_up(received, sent)
+        raise
 
 
 def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from .plan_cost import most_relayed_bytes
 from .rank_order import Combiner, combiner
 from .round_messages import CompiledAllreduce, CompiledPieces, Requests, RoundMessages, TensorOf, messages_of
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 Exchange = tuple[Requests, list[torch.Tensor]]
 """The messages of an exchange, and the versions of this rank's part in rank order."""
 
@@ -68,6 +69,27 @@ def chunk_bytes(size: int, most: int) -> int:
     (1, 2, 4)
     """
     return min(max(_CHUNK_BYTES, size * _MESSAGE_BYTES), most)
+
+
+class _Sender(Protocol):
+    group: Group
+    senders: tuple[RoundMessages, ...]
+
+
+def _keeps_memory(method: _Method) -> _Method:
+    """Let no call of a method follow one that has left messages, which may arrive yet; keep the memory of these."""
+
+    @wraps(method)
+    def run(self: _Sender, source: torch.Tensor, *others: Any) -> Any:
+        self.group.check_messages()
+        try:
+            return method(self, source, *others)
+        except BaseException:  # of MPI, or an interrupt
+            if any(each.are_open for each in self.senders):
+                self.group.give_up(self, source)
+            raise
+
+    return cast(_Method, run)
 
 
 class DoublingAllgather:
@@ -281,6 +303,7 @@ class P2PReduction(PipelinedReduction):
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         messages = messages_of(group, config.message_bytes)
         super().__init__(group, messages, dtype, op, chunk_bytes(group.size, config.pipeline_bytes))
+        self.group, self.senders = group, (messages,)
         swap_bytes = config.message_bytes if group.context.sends_whole else min(config.message_bytes, SWAP_BYTES)
         self.swap_numel = min(self.chunk_numel, swap_bytes // dtype.itemsize) if group.size == 2 else 0
         self.swap = messages.swap
@@ -291,6 +314,10 @@ class P2PReduction(PipelinedReduction):
         if isinstance(messages, CompiledPieces) and group.size > 1:
             self.compiled = CompiledAllreduce(group, messages, dtype, op, self.chunk_numel, self.received)
 
+    reduce = _keeps_memory(PipelinedReduction.reduce)
+    reduce_scatter = _keeps_memory(PipelinedReduction.reduce_scatter)
+
+    @_keeps_memory
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks; two ranks swap short vectors whole."""
         flat = buffer.detach().view(-1)
@@ -326,9 +353,11 @@ class P2PMovement:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.log = group.call_log.log_fields
         self.messages, self.parts = RoundMessages(group, message_bytes), messages_of(group, message_bytes)
+        self.senders = self.messages, self.parts
         self.doubling = DoublingAllgather(group, self.messages)
         self.scratch = ChunkBuffers(torch.uint8)
 
+    @_keeps_memory
     def broadcast(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
@@ -357,6 +386,7 @@ class P2PMovement:
     def _begin(self, step: Round, chunk: torch.Tensor) -> Requests:
         return self.messages.begin(step, lambda _: chunk, lambda _: chunk)
 
+    @_keeps_memory
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)

@@ -168,6 +168,9 @@ class RingTransport(Transport, GroupResource):
     def cancel(self, message: PostedMessage) -> bool:
         return bool(self.lock.run(self._withdraw, message))
 
+    def carries(self, message: PostedMessage) -> bool:
+        return any(request.message is message for request in list(self._open))
+
     def close(self) -> None:
         """End the use of the rings; messages that have not ended fail."""
         self.begin_deferred()
@@ -250,7 +253,7 @@ class RingTransport(Transport, GroupResource):
     def _enter(self, request: _MessageRequest) -> None:
         if request not in self._open:
             self._count(request, 1)
-            self._open.append(request)
+            self._open += [request]  # no call, after which an interrupt may come
         for direction in request.directions:
             if request not in self._posted[direction]:
                 self._posted[direction].append(request)

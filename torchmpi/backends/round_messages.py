@@ -39,20 +39,36 @@ class RoundMessages:
 
     def __init__(self, group: Group, message_bytes: int) -> None:
         self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
+        self._open: list[tuple[Requests, list[torch.Tensor]]] = []
+        """The rounds that have begun and not ended, with their tensors, of which requests do not keep the memory."""
+
+    @property
+    def are_open(self) -> bool:
+        """Whether messages have begun that may not have ended: after an error, or amid a call."""
+        return bool(self._open)
 
     def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the requests.
 
         Receives begin first, since the library copies a message that arrives before its receive.
         """
+        requests: Requests = []
+        if tensors := [*map(incoming, step.receives), *map(outgoing, step.sends)]:
+            self._open.append((requests, tensors))  # an interrupt may come after each of their messages
+            requests.extend(self._begin(step, tensors))
+            if not requests:  # of empty tensors
+                self._forget(requests)
+        return requests
+
+    def _begin(self, step: Round, tensors: list[torch.Tensor]) -> Requests:
+        """Begin the messages of a round, with the tensors that are received first."""
+        memory = [self._buffers(tensor) for tensor in tensors]
         receives = [
-            [
-                self.comm.Irecv((memory, self.MPI.BYTE), message.peer, _TAG)
-                for memory in self._buffers(incoming(message))
-            ]
-            for message in step.receives
+            [self.comm.Irecv((each, self.MPI.BYTE), message.peer, _TAG) for each in parts]
+            for message, parts in zip(step.receives, memory, strict=False)
         ]
-        sends = [[(memory, message.peer) for memory in self._buffers(outgoing(message))] for message in step.sends]
+        sent = memory[len(step.receives) :]
+        sends = [[(each, message.peer) for each in parts] for message, parts in zip(step.sends, sent, strict=True)]
         return self._begin_sends(receives, sends)
 
     def _buffers(self, tensor: torch.Tensor) -> list[Any]:
@@ -67,7 +83,20 @@ class RoundMessages:
 
     def finish(self, requests: Requests) -> None:
         """Wait until all these messages have been sent or received."""
-        self.MPI.Request.Waitall(requests)
+        if requests:
+            self._await(requests)
+            self._forget(requests)
+
+    def _await(self, requests: Requests) -> None:
+        try:
+            self.MPI.Request.Waitall(requests)
+        except self.MPI.Exception:
+            if not any(requests):  # all have ended, as if one was too long
+                self._forget(requests)
+            raise
+
+    def _forget(self, requests: Requests) -> None:
+        self._open = [each for each in self._open if each[0] is not requests]
 
     def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:
         """Send one short message and receive another."""
@@ -90,8 +119,8 @@ class MessagesInPieces(RoundMessages):
     def _begin_sends(self, receives: list[Requests], sends: list[list[tuple[Any, int]]]) -> Requests:
         return [self._pieces.add(receives, sends)]
 
-    def finish(self, requests: Requests) -> None:
-        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
+    def _await(self, requests: Requests) -> None:
+        """Wait for the messages of these rounds, and of those before them."""
         for last in requests:
             for in_progress in self._pieces.up_to(last):
                 self.MPI.Request.Waitall(in_progress)
@@ -125,11 +154,13 @@ class CompiledPieces(RoundMessages):
         self._pieces = pieces
         self.queue.write(pieces=pieces.ctypes.data, most_pieces=len(pieces))
 
-    def begin(self, step: Round, outgoing: TensorOf, incoming: TensorOf) -> Requests:
-        """Begin all messages of a round with these flat tensors, and return the number of the last piece."""
-        tensors = [*map(incoming, step.receives), *map(outgoing, step.sends)]
-        if not tensors:
-            return []
+    @property
+    def are_open(self) -> bool:
+        """Whether messages have begun that may not have ended, here or in machine code."""
+        return super().are_open or self._cells[records.Queue.done] != self._cells[records.Queue.added]
+
+    def _begin(self, step: Round, tensors: list[torch.Tensor]) -> Requests:
+        """Begin the messages of a round, and return the number of the last piece."""
         peers = [message.peer for message in chain(step.receives, step.sends)]
         rows = [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in zip(peers, tensors, strict=True)]
         table, piece_bytes = np.array(rows, np.int64), self.piece_bytes(tensors[0].element_size())
@@ -152,8 +183,8 @@ class CompiledPieces(RoundMessages):
             larger[numbers % len(larger)] = self._pieces[numbers % len(self._pieces)]
             self._set_pieces(larger)
 
-    def finish(self, requests: Requests) -> None:
-        """Wait until all messages of these rounds, and of those before them, have been sent or received."""
+    def _await(self, requests: Requests) -> None:
+        """Wait for the messages of these rounds, and of those before them."""
         for last in requests:
             self.check(self._finish(int(self.queue), last))
 

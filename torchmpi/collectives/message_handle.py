@@ -156,12 +156,12 @@ class MessageHandle(Handle[Any]):
         """Begin the message; return it."""
         try:
             self.transport.post(self, was_deferred=was_deferred)
+            if not self.has_ended:
+                self.note_begin()
         except BaseException as error:
-            if not self.withdraw() and self._number:
+            if not self.leave() and self._number and not self.has_ended:
                 self._channel.withdraw()
             raise self._failure(error) from error
-        if not self.has_ended:
-            self.note_begin()
         return self
 
     def note_begin(self) -> None:
@@ -219,11 +219,6 @@ class MessageHandle(Handle[Any]):
             recorder, since = events.recorder, events.now()
             try:
                 self._continue(timeout)
-            except BaseException:
-                # An interrupted receive must not take a later message; what arrives already, its sender waits for.
-                if not self._is_background and not self.withdraw():
-                    self.run_in_background()
-                raise
             finally:
                 self.call_queue.doing = None
             if recorder is not None and self._is_background:
@@ -271,10 +266,17 @@ class MessageHandle(Handle[Any]):
         self.group.open_messages.discard(self)
         return True
 
-    def run_in_background(self) -> None:
-        """Have the message continued, although no thread waits for it."""
-        if not self.has_ended:
+    def leave(self, *, withdraws: bool = True) -> bool:
+        """Leave the message after an interrupt; return whether it was under way.
+
+        An interrupted receive must not take a later message, so it is withdrawn. What arrives already, its sender waits
+        for: that is continued, and everything if nothing is to be withdrawn.
+        """
+        if withdraws and self.withdraw():
+            return True
+        if is_carried := self.transport.carries(self):
             continue_in_background(self)
+        return is_carried
 
     def abort(self, error: TorchMPIError) -> None:
         """End a receive that exceeds its timeout with an error, so that it does not take a later message."""

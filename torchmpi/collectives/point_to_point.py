@@ -258,6 +258,8 @@ class _Call:
         if name != "send":
             writable.refuse_read_only(self.group.where, name, self.tensor)
         checked_dtype(name, self.tensor.dtype, None, self.what)
+        self._awaited: list[MessageHandle] = []
+        """The messages that the call waits for, and that are left after an interrupt."""
 
     def peer(self, role: str, given: Any) -> int:
         """Return a rank of the communicator, or raise; `role`: its parameter."""
@@ -276,10 +278,13 @@ class _Call:
 
     def message(self, peer: int, *, is_receive: bool, is_background: bool = True) -> MessageHandle:
         """Begin the message."""
-        return MessageHandle(
-            self.group, self.name, self.tensor, peer, is_receive=is_receive, is_background=is_background,
-            result=self._number if self.is_number else None,
-        ).start()  # fmt: skip
+        return self._start(
+            MessageHandle(
+                self.group, self.name, self.tensor, peer, is_receive=is_receive, is_background=is_background,
+                result=self._number if self.is_number else None,
+            ),
+            is_background=is_background,
+        )  # fmt: skip
 
     def exchange(self, src: int, dst: int, *, is_background: bool) -> Handle[Any]:
         """Begin to send a copy of the tensor, and to receive into the tensor."""
@@ -288,14 +293,23 @@ class _Call:
         receive = MessageHandle(
             self.group, self.name, self.tensor, src, is_receive=True, exchange=send, is_background=is_background,
             result=self._number if self.is_number else None,
-        ).start()  # fmt: skip
-        return _Exchange((receive, send), None, self.what)
+        )  # fmt: skip
+        return _Exchange((self._start(receive, is_background=is_background), send), None, self.what)
+
+    def _start(self, message: MessageHandle, *, is_background: bool) -> MessageHandle:
+        if not is_background:
+            self._awaited += [message]  # no call, after which an interrupt may come
+        return message.start()
 
     def run(self, begin: Callable[[], Handle[Any]]) -> Any:
         """Begin what the caller waits for, and wait; torch.profiler shows it as one call."""
         event = None if events.show_call is None else events.begin_event(self._described(), is_task=False)
         try:
             return streams.in_order(self.tensor, lambda: begin().wait())()
+        except BaseException:
+            for message in self._awaited:
+                message.leave()
+            raise
         finally:
             events.end_event(event)
 

@@ -157,7 +157,7 @@ class _FastMessage:
             self._counts.add_exchanges(group.name, self.call_log, receives=src >= 0)
         self._known: tuple[object, str] = None, ""
         self._handed: tuple[int, list[MessageHandle]] = 0, []
-        """The messages of the call with this number, while they are given to Python."""
+        """The messages of the call with this number, from when they are given to Python until `settle` returns."""
         self._whom = f"from rank {src}" if src >= 0 else f"to rank {dst}"
 
     def cached(self, record: int, run_lock: RunLock) -> fast_path.CachedCall:
@@ -214,24 +214,29 @@ class _FastMessage:
         if not self._is_unfinished:
             self._leave()
             raise self._error(status, tensor)
-        messages = self._hand_over(tensor, is_background=self.is_background)
-        if self.is_background and self.src >= 0:  # a deferred one, which begins the others when it knows its message
-            return messages[0]
-        self.transport.begin_deferred()  # the others could wait for this rank to receive them
-        if self.is_background:
-            return messages[0]
-        for message in messages:
-            message.wait()
-        return tensor
+        try:
+            messages = self._hand_over(tensor, is_background=self.is_background)
+            if self.src < 0 or not self.is_background:  # a deferred one begins the others when it knows its message
+                self.transport.begin_deferred()  # the others could wait for this rank to receive them
+            if not self.is_background:
+                for message in messages:
+                    message.wait()
+        except BaseException:
+            self.abort(tensor)
+            raise
+        self._handed = 0, []
+        return messages[0] if self.is_background else tensor
 
     def abort(self, tensor: torch.Tensor) -> None:
         """Leave the message after an interrupt: what has begun to leave, or to arrive, does so."""
         if not self._is_unfinished:
             self._leave()
             return
-        for message in self._hand_over(tensor):
-            if not message.withdraw():
-                message.run_in_background()
+        messages = self._hand_over(tensor)
+        is_interrupted = not any(message.failed for message in messages)
+        for message in messages:
+            message.leave(withdraws=is_interrupted)
+        self._handed = 0, []
 
     def _leave(self) -> None:
         """Remove the message from the call log."""
@@ -241,21 +246,19 @@ class _FastMessage:
     def _hand_over(self, tensor: torch.Tensor, *, is_background: bool = False) -> list[MessageHandle]:
         """Have Python continue what the kernel has begun; release its locks; return the messages, the receive first.
 
-        Until the call has left the log, an interrupt makes machine code call `abort`, which completes this: what has
+        After an interrupt `abort` completes this, until the call has left the log, and leaves the messages: what has
         begun must neither be lost nor be continued twice.
         """
-        seq = self.call_log.log_fields[LogFields.active]
-        if self._handed[0] != seq:
-            self._handed = seq, self._make(tensor, is_background)
-        _, messages = self._handed
-        for message in messages:
-            if not message.has_ended:
-                self._continue(message)
-        for lock in self._locks:
-            lock.fields[LockFields.entered] = 0
-        self._leave()
-        self._handed = 0, []
-        return messages
+        if seq := self.call_log.log_fields[LogFields.active]:
+            if self._handed[0] != seq:
+                self._handed = seq, self._make(tensor, is_background)
+            for message in self._handed[1]:
+                if not message.has_ended:
+                    self._continue(message)
+            for lock in self._locks:
+                lock.fields[LockFields.entered] = 0
+            self._leave()
+        return self._handed[1]
 
     def _make(self, tensor: torch.Tensor, is_background: bool) -> list[MessageHandle]:
         """Return the messages of a tensor, the receive first."""

@@ -8,8 +8,8 @@ from typing import Literal, NoReturn
 from ..errors import CommunicatorError
 from . import splits
 from .group import Group
+from .release import FAILURE
 
-_FAILURE = 1 << 32  # more than messages on their way
 NO_LEVEL = -1
 """The level of communicators that are not on the stack of levels."""
 
@@ -172,7 +172,7 @@ class Communicator:
         for call_queue in list(group.peer_queues.values()):  # a message that waits in a queue is not in the balance
             call_queue.drain()
         group.finish_messages()
-        failures = _FAILURE if group.call_log.last_aborted else 0  # after which MPI may have messages of the group
+        failures = FAILURE if group.call_log.last_aborted else 0
         (balance,) = group.call_exchange("free", lambda: group.reduce([group.messages.value + failures], "sum"))
         group.free(together=balance == 0)
 

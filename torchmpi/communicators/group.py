@@ -36,7 +36,7 @@ from .message_record import Channels
 from .mismatches import mismatch_error, mismatch_message
 from .observed_calls import ObservedCall, describe
 from .plan import Plan, Run
-from .release import FreedGroup, FreedGroups, MessageCounter, register, retire
+from .release import FAILURE, FreedGroup, FreedGroups, MessageCounter, register, retire
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -54,6 +54,10 @@ class Comparison(Protocol):
         """Return whether all ranks pass the same number. Collective."""
 
 
+_kept: list[object] = []
+"""Memory of messages that MPI has not ended."""
+
+
 class GroupResource:
     """What a backend or a service keeps for a group, until the group is freed."""
 
@@ -65,9 +69,6 @@ class GroupResource:
 
     def abort_device_work(self) -> None:
         """End the work on a device that waits for other ranks."""
-
-    def keep(self, *memory: object) -> None:
-        """Keep memory of the current call, if messages of it may arrive yet."""
 
     def refuse_work(self) -> None:
         """Begin no further work, as a rank is lost. Another thread calls it, again and again."""
@@ -83,6 +84,7 @@ class Group:
         comm: The MPI communicator.
         side_comm: A duplicate for point-to-point messages, which must not be received by a collective.
         messages: Counts the messages on `side_comm`.
+        unfinished: The number of the call whose messages on `comm` MPI has not ended; None if there is none.
         channels: Records the messages on `side_comm`.
         plans: Plans made on this group, by the arguments of the calls that select them.
         status_board: The shared memory of the group: a status block for each rank, and slots for data. None if the
@@ -136,6 +138,7 @@ class Group:
             self._retirement_key, self.side_comm = freed.key, freed.side_comm
             self.status_board = None if freed.segment is None else StatusBoard(freed.segment, self.size)
         self.messages = MessageCounter()
+        self.unfinished: int | None = None
         self.plans: dict[Hashable, Any] = {}
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
@@ -403,6 +406,30 @@ class Group:
     def duplicate(self, name: str) -> Group:
         """Return a group of the same ranks with a separate call queue and call log. Collective."""
         return Group(self.comm.Dup(), name, self.world_ranks, self.context)
+
+    def give_up(self, *memory: object) -> None:
+        """Send no further messages on `comm`, since MPI has not ended those of the current call; keep their memory.
+
+        They may arrive yet: in this memory, or in place of those of the next call.
+        """
+        if self.unfinished is None:
+            self.unfinished = self.call_log.seq
+            self.messages.add(FAILURE)  # the communicator is not freed, after which MPI may use its number again
+        self.keep(*memory)
+        self.forget_plans()
+
+    def keep(self, *memory: object) -> None:
+        """Keep memory of the current call, if it has been given up."""
+        if self.unfinished == self.call_log.seq:
+            _kept.append(memory)
+
+    def check_messages(self) -> None:
+        """Raise if a call has been given up: its messages would be taken for those of the next one."""
+        if self.unfinished is not None:
+            raise StallError(
+                f"{self.where}: call #{self.unfinished} of this group was ended before the messages of other ranks had "
+                "arrived, so the group cannot be used any more. Create a new one, or end the job."
+            )
 
     def forget_plans(self) -> None:
         """Discard all plans, because a value that they depend on has changed."""

@@ -27,6 +27,8 @@ from .status_board import StatusBoard
 _MOST_FREED = 4
 _LEAVE_SECONDS = 10.0
 """How long a rank waits for others that have ended their last call of a group, but may not have left it."""
+FAILURE = 1 << 32
+"""Counted as messages after an error, when MPI may have some of the group: more than are on their way otherwise."""
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
 
