@@ -47,6 +47,9 @@ class Request(Message):
         self.memory = ctypes.string_at(self.address, self.num_bytes)
         self.address, _ = _memory(self.memory)
 
+    def Wait(self) -> None:
+        """Return: Waitall has waited."""
+
     def Test(self) -> bool:
         """Return whether the message has been sent or received."""
         is_done = self.is_done and (self.comm.world.links is None or self.time <= self.comm.world.turns.clock)

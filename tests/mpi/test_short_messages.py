@@ -346,3 +346,28 @@ def test_an_interrupt_at_any_moment_loses_no_message(agree, has_begun):
         if rank not in (0, last) or is_over:
             break
     agree.equal(mpi.allreduce(transport.group.messages.value), 0, "messages that have not been received")
+
+
+@pytest.mark.min_ranks(2)
+def test_an_interrupt_in_a_receive_leaves_an_earlier_one_as_it_is(agree):
+    """Ctrl-C while a thread that waits for a receive begins or ends an asynchronous one before it.
+
+    Regression: that one never ended, or had ended at once, without its values.
+    """
+    rank, last, world = mpi.rank(), mpi.size() - 1, MPI.COMM_WORLD
+    for place in itertools.count(1):
+        first, second, third = (values(0, 3 * place + number) for number in range(3))
+        if rank == 0:
+            for each in (first, second, third):
+                mpi.send_async(each, last).wait()
+            is_over = world.recv(source=last)
+        elif rank == last:
+            earlier = mpi.recv_async(torch.zeros(6), 0)
+            names = interrupted(lambda: mpi.recv(torch.zeros(6), 0), place)
+            is_over = len(names) < place
+            agree.equal(earlier.wait(20), first, f"interrupted at {place}, in {names[-1]}")
+            while not torch.equal(mpi.recv(torch.zeros(6), 0), third):
+                pass
+            world.send(is_over, 0)
+        if rank not in (0, last) or is_over:
+            break

@@ -43,6 +43,10 @@ class Posted:
         self.error: BaseException | None = None
         self.ended = threading.Event()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.is_set()
+
     def begin_record(self) -> None:
         self.records.append("begin")
 

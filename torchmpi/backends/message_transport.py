@@ -70,6 +70,8 @@ class PostedMessage(Protocol):
     call_queue: CallQueue
     waited_until: int
     """When the message began to arrive, in nanoseconds; 0 if that is unknown."""
+    has_ended: bool
+    """Whether it has ended."""
 
     @property
     def what(self) -> str:
@@ -102,8 +104,12 @@ class PostedMessage(Protocol):
 class Deferred(Protocol):
     """A receive that begins later, but before all messages that are posted after it."""
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it has neither begun nor ended."""
+
     def begin(self) -> None:
-        """Post the receive."""
+        """Post the receive; after an interrupt it has begun, or is deferred as before."""
 
 
 class Transport:
@@ -175,9 +181,18 @@ class Transport:
         if not self.lock.fields[LockFields.deferred]:
             return
         with self.deferring:  # again, if the one that this thread posts has ended others, whose callbacks look
-            while self.deferred:
-                self.deferred.popleft().begin()
-                self.count_deferred()
+            deferred = self.deferred
+            while deferred:
+                first = deferred[0]
+                try:
+                    del deferred[0]  # no call, after which an interrupt may come
+                    first.begin()
+                except BaseException:
+                    if first.is_deferred:
+                        deferred.appendleft(first)
+                    raise
+                finally:
+                    self.count_deferred()
 
 
 Then = Callable[[Any], "Stage | Received | None"]
@@ -207,6 +222,8 @@ class _Open:
     """Of the last request of the stage that has ended."""
     result: Received | None = None
     error: BaseException | None = None
+    is_recorded: bool = False
+    """Whether its end has been counted."""
 
 
 _kept: list[_Open] = []
@@ -300,12 +317,24 @@ class MpiTransport(Transport):
         try:
             self._remove_ended(message, removed)
         finally:  # also after an interrupt, so that the end of no message is lost
-            for each in removed:
-                if each.error is not None:
-                    each.message.fail(each.error)
-                else:
+            try:
+                self._end(removed)
+            except BaseException:
+                self._end(removed)
+                raise
+
+    def _end(self, removed: list[_Open]) -> None:
+        """End the messages of a list and remove them; a second time, also that in which an interrupt has come."""
+        while removed:
+            each = removed[0]
+            if each.error is not None and not each.message.has_ended:
+                each.message.fail(each.error)
+            elif not each.message.has_ended:
+                if not each.is_recorded:
                     each.message.end_record()
-                    each.message.finish(each.result)
+                    each.is_recorded = True
+                each.message.finish(each.result)
+            del removed[0]
 
     def _remove_ended(self, message: PostedMessage, removed: list[_Open]) -> None:
         """Remove what has ended of the messages up to this one, and add it to a list.

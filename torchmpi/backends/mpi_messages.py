@@ -144,6 +144,16 @@ def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:
     ]
 
 
+def wait_all(MPI: Any, requests: Sequence[Any]) -> None:
+    """Wait until all messages have ended; raise the error of one.
+
+    MPI_Waitall of Open MPI 5.0.11 returns none if a message has failed before the call; its request remains.
+    """
+    MPI.Request.Waitall(requests)
+    for request in filter(None, requests):
+        request.Wait()
+
+
 def exchange(group: Group, received: Messages, sent: Messages, message_bytes: int) -> None:
     """Receive messages from other ranks, and send them some, in pieces of at most `message_bytes`."""
     group.check_messages()
@@ -153,7 +163,7 @@ def exchange(group: Group, received: Messages, sent: Messages, message_bytes: in
             pieces = [(piece, peer) for peer, tensor in which for piece in messages(MPI, tensor, message_bytes)]
             # Without an instruction of Python, before which an interrupt may come, when a message has begun.
             requests.extend(starmap(call, [((piece, MPI.BYTE), peer, PARTS_TAG) for piece, peer in pieces]))
-        MPI.Request.Waitall(requests)
+        wait_all(MPI, requests)
     except BaseException as error:
         if isinstance(error, MPI.Exception) or any(requests):
             group.give_up(received, sent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,11 +131,7 @@ class RingTransport(Transport, GroupResource):
     def post(self, message: PostedMessage, *, was_deferred: bool = False) -> None:
         if not was_deferred:
             self.begin_deferred()
-        ended: list[_MessageRequest] = []
-        try:
-            self.lock.run(self._post, message, ended)
-        finally:
-            self._end(ended)
+        self._run(self._post, message)
 
     def adopt(self, message: PostedMessage, frames: Frames, record: records.MessageRequest) -> None:
         """Continue a message that the fast path has begun, which holds the lock and has begun its record.
@@ -149,21 +145,14 @@ class RingTransport(Transport, GroupResource):
     def proceed(self, message: PostedMessage, turn: int) -> int:
         """Continue the messages of the group for a while, in the thread that waits for one; return the next turn."""
         pause = (1, 1, _SLEEP_NANOSECONDS) if turn else (self.polls, 0, _YIELD_NANOSECONDS)
-        ended: list[_MessageRequest] = []
-        try:
-            if self.lock.run(self._continue, ended, *pause, blocking=False) is None:
-                message.pause(_OTHERS_SECONDS)
-        finally:
-            self._end(ended)
-        return 0 if ended else turn + 1
+        result, has_ended = self._run(self._continue, *pause, blocking=False)
+        if result is None:
+            message.pause(_OTHERS_SECONDS)
+        return 0 if has_ended else turn + 1
 
     def test(self, message: PostedMessage) -> None:
         """Continue the messages of the group if that is possible at once."""
-        ended: list[_MessageRequest] = []
-        try:
-            self.lock.run(self._continue, ended, blocking=False)
-        finally:
-            self._end(ended)
+        self._run(self._continue, blocking=False)
 
     def cancel(self, message: PostedMessage) -> bool:
         return bool(self.lock.run(self._withdraw, message))
@@ -177,9 +166,23 @@ class RingTransport(Transport, GroupResource):
         for message in self.lock.run(self._take_all) or ():
             message.fail(CommunicatorError(f"{message.what}: {self.group.name} has been destroyed."))
 
+    def _run(self, task: Callable[..., Any], *arguments: Any, blocking: bool = True) -> tuple[Any, bool]:
+        """Run a task with the lock, and end the messages that it adds to a list; return whether there are some, too."""
+        ended: list[_MessageRequest] = []
+        try:
+            result = self.lock.run(task, ended, *arguments, blocking=blocking)
+        finally:  # also after an interrupt, so that the end of no message is lost
+            left = [*ended]
+            try:
+                self._end(left)
+            except BaseException:
+                self._end(left)
+                raise
+        return result, bool(ended)
+
     # --- With the lock ----------------------------------------------------------------------------------------------
 
-    def _post(self, message: PostedMessage, ended: list[_MessageRequest]) -> None:
+    def _post(self, ended: list[_MessageRequest], message: PostedMessage) -> None:
         if self.is_closed:
             raise CommunicatorError(f"{message.what}: {self.group.name} has been destroyed. Create a new one.")
         message.begin_record()
@@ -311,10 +314,11 @@ class RingTransport(Transport, GroupResource):
 
     def _take_ended(self, ended: list[_MessageRequest]) -> None:
         for request in [request for request in self._open if request.cells[_STATE] == records.ENDED]:
+            if request.message is not None:
+                ended += [request]  # first, and no call, since an interrupt may come in the next ones
             self._remove(request)
             if request.message is not None:
                 request.message.end_record()
-                ended.append(request)
         for request in self._open:
             if request.is_from_any and request.state == records.BEGUN:
                 for direction in request.directions:  # all others but one
@@ -335,17 +339,23 @@ class RingTransport(Transport, GroupResource):
     # --- Without the lock --------------------------------------------------------------------------------------------
 
     def _end(self, ended: list[_MessageRequest]) -> None:
-        for request in ended:
-            message, received = request.message, None
-            assert message is not None
-            message.waited_until = request.cells[records.MessageRequest.begun]
-            if message.is_receive:
-                source = message.peer
-                if source is None:
-                    is_here = request.memory is None
-                    source = (request.cells[_DIRECTION] if is_here else request.directions[0]) - self.size
-                received = request.frames.received(source, request.memory)
-            if request.memory is None and isinstance(request.cells, array):  # the fast path has records of its own
+        """End the messages of a list and remove them; a second time, also that in which an interrupt has come."""
+        while ended:
+            request = ended[0]
+            if request.message is not None and not request.message.has_ended:
+                self._finish(request, request.message)
+            is_own = isinstance(request.cells, array) and request not in self._open  # the fast path has others
+            if request.memory is None and is_own:
                 request.message = None
-                self._unused.append(request)
-            message.finish(received)
+                self._unused += [request]
+            del ended[0]
+
+    def _finish(self, request: _MessageRequest, message: PostedMessage) -> None:
+        received, message.waited_until = None, request.cells[records.MessageRequest.begun]
+        if message.is_receive:
+            source = message.peer
+            if source is None:
+                is_here = request.memory is None
+                source = (request.cells[_DIRECTION] if is_here else request.directions[0]) - self.size
+            received = request.frames.received(source, request.memory)
+        message.finish(received)

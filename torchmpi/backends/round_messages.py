@@ -20,7 +20,7 @@ from ..shared_memory import kernels
 from ..shared_memory.kernels import records, reduction
 from ..tensors import buffers
 from ..tensors.schedule import Message, Round
-from .mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields, messages
+from .mpi_messages import NONBLOCKING, STATUS_BYTES, can_call_from_kernels, kernel_fields, messages, wait_all
 from .pieces import PieceQueue, piece_sizes
 from .pipeline import ChunkBuffers
 
@@ -89,7 +89,7 @@ class RoundMessages:
 
     def _await(self, requests: Requests) -> None:
         try:
-            self.MPI.Request.Waitall(requests)
+            wait_all(self.MPI, requests)
         except self.MPI.Exception:
             if not any(requests):  # all have ended, as if one was too long
                 self._forget(requests)
@@ -123,7 +123,7 @@ class MessagesInPieces(RoundMessages):
         """Wait for the messages of these rounds, and of those before them."""
         for last in requests:
             for in_progress in self._pieces.up_to(last):
-                self.MPI.Request.Waitall(in_progress)
+                wait_all(self.MPI, in_progress)
 
 
 class CompiledPieces(RoundMessages):

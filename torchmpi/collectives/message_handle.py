@@ -192,7 +192,7 @@ class MessageHandle(Handle[Any]):
                 self.source = received.source
                 device = None if self._mark is None else self.tensor.device
                 streams.run_after(self._mark, device, partial(self._take, received))
-        except BaseException as error:
+        except Exception as error:  # an interrupt has its transport end the message once more
             self.fail(error)
         else:
             self.end(self.tensor if self._result_of is None else self._result_of())

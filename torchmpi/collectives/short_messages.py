@@ -394,6 +394,11 @@ class DeferredReceive(Handle[Any]):
         except Exception as error:
             self._begun = self._begun or Handle()
             self._begun.end(error=error)
+        except BaseException:  # an interrupt, of a thread that may wait for another message
+            begun = self._begun
+            if begun is not None and not (begun.has_ended or plan.transport.carries(message)):
+                self._begun = None
+            raise
 
     def receive(self) -> bool:
         """Receive by the fast path if that is possible; return whether the message has arrived."""
