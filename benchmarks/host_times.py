@@ -1,11 +1,12 @@
 """Measure every call between the hosts of a job, native, asynchronous and through torch.distributed, against MPI.
 
-    mpirun --hostfile hosts -n 4 python benchmarks/host_times.py [--only alltoall,gather] [--json FILE]
+    mpirun --hostfile hosts -n 4 python benchmarks/host_times.py [--only alltoall,gather] [--peers gloo] [--json FILE]
 
-Prints, for each call and size, the median time of batches in microseconds, in alternating order, each over that of the
-MPI library's call in the same run, and how many Python functions of the package rank 0 enters in a call: 0 to 3 if it
-is machine code. Rooted collectives have each rank as their root in turn. With ``--hosts abab`` the ranks of one machine
-have these names of hosts; MPI then goes through shared memory, so compare ratios before and after a change alone.
+Prints, for each call and size, the median time of batches in microseconds, in alternating order; in brackets over that
+of the MPI library's call in the same run, and how many Python functions of the package rank 0 enters in a call: 0 to 3
+if it is machine code. Rooted collectives have each rank as their root in turn. With ``--hosts abab`` the ranks of one
+machine have these names of hosts; MPI then goes through shared memory, so compare ratios before and after a change
+alone.
 
 Hosts that are namespaces of one machine share its cores, which their ranks cannot see. Where there are more ranks than
 cores, make them with ``HOSTS_CORES=shared scripts/hosts.sh up N``, and give Open MPI ``--mca mpi_yield_when_idle 1``:
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 import torchmpi as mpi
-from torchmpi.cli.bench import call_bench, options
+from torchmpi.cli.bench import bench_report, call_bench, options
 from torchmpi.cli.bench.bench_job import BenchJob, job_facts
 from torchmpi.cli.bench.contestants import Contestant, MPI4Py, Ours, TorchDistributed, open_group
 from torchmpi.cli.bench.timing import TimedCall, measure_calls
@@ -88,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=options.sizes, default=options.sizes("1K,32K,1M"))
     parser.add_argument("--only", default="", help="parts of the names of calls, with commas between them")
+    peers = options.names(("gloo", options.NONE), "peer")
+    parser.add_argument("--peers", type=peers, default=(), help="gloo: beside torch.distributed on it")
     parser.add_argument("--hosts", help="the letter of the host of each rank, for ranks of one machine")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call and size, default %(default)s")
     parser.add_argument("--json", help="a file for the rows")
@@ -98,32 +101,43 @@ def main() -> None:
         os.environ["TORCHMPI_HOST_NAME"] = f"host {chosen.hosts[MPI.COMM_WORLD.rank]}"
     resources = ExitStack()
     job = BenchJob(resources, print)
-    group = open_group("torchmpi", resources)
+    groups = {options.DIST: open_group("torchmpi", resources)}
+    groups |= {name: open_group(name, resources) for name in chosen.peers}
     contestants: list[Contestant] = []
     for asynchronous in (False, True):
         suffix = " async" if asynchronous else ""
         contestants += [
             Ours(None, "plain", asynchronous=asynchronous, name=f"auto{suffix}"),
-            TorchDistributed(f"dist{suffix}", group, asynchronous=asynchronous),
+            TorchDistributed(f"dist{suffix}", groups[options.DIST], asynchronous=asynchronous),
         ]
+    contestants += [TorchDistributed(name, groups[name], asynchronous=False) for name in chosen.peers]
     contestants.append(MPI4Py(job.comm, asynchronous=False))
+    names = [each.name for each in contestants] + ["mpi4py in place"]
     rows: list[dict[str, Any]] = []
+    facts = job_facts(job.comm)
 
     def measure(title: str, num_bytes: int, calls: list[TimedCall]) -> None:
         entered = {call.name: functions_entered(call.calls) for call in calls}
         found = measure_calls(calls, job.comm, seconds=chosen.seconds, one_clock=job.one_clock)
         times = {call.name: summary.median_us for call, summary in zip(calls, found, strict=True)}
         rows.append({"call": title, "bytes": num_bytes, "us": times, "entered": entered})
+        cells = {
+            name: f"{time:.1f}" + ("" if name == OF_MPI else f" ({time / times[OF_MPI]:.2f}, {entered[name]})")
+            for name, time in times.items()
+        }
+        show(title, options.short_size(num_bytes), [cells.get(name, "-") for name in names])
+
+    def show(title: str, size: str, cells: list[str]) -> None:
         if job.rank == 0:
-            cells = [
-                f"{name} {time:.1f} ({time / times[OF_MPI]:.2f}, {entered[name]})" if name != OF_MPI else f"{time:.1f}"
-                for name, time in times.items()
-            ]
-            print(f"| {title}, {options.short_size(num_bytes) or '-'} | {' | '.join(cells)} |", flush=True)
+            print(title.ljust(20), size.rjust(5), *(cell.rjust(18) for cell in cells), flush=True)
 
     def is_chosen(title: str) -> bool:
         return not chosen.only or any(part in title for part in chosen.only.split(","))
 
+    if job.rank == 0:
+        report = bench_report.new_report("hosts", [{"facts": facts, "rows": []}], {})
+        print(*bench_report.header(report | {"title": "benchmarks/host_times.py"}), "", sep="\n")
+    show("call", "bytes", names)
     for num_bytes in chosen.sizes:
         for name in (name for name in COLLECTIVES if is_chosen(name)):
             if SPECS[name].tensors or num_bytes == chosen.sizes[0]:
@@ -134,12 +148,9 @@ def main() -> None:
             if is_chosen(title):
                 measure(title, num_bytes, calls)
         for title in (title for title in MESSAGES if is_chosen(title)):
-            at = call_bench.Buffers(job, {"dist": group}, num_bytes)
+            at = call_bench.Buffers(job, groups, num_bytes)
             made = call_bench.CALLS[title].make(at)
             measure(title, num_bytes, [TimedCall(name, (call,), at.touch) for name, call in made.items()])
-    facts = job_facts(job.comm)
-    if job.rank == 0:
-        print(f"{facts['ranks']} ranks on {facts['hosts']} hosts, {facts['mpi']}, {facts['processor']}")
     if chosen.json and job.rank == 0:
         Path(chosen.json).write_text(json.dumps({"facts": facts, "rows": rows}))
     resources.close()

@@ -1,7 +1,9 @@
 """Measure costs, and write the page of their tables to results/; for a machine that does nothing else.
 
-    python scripts/measure_costs.py                        # of every call: results/costs-DATE.md, half an hour
+    python scripts/measure_costs.py                        # of every call: results/costs-DATE.md, 40 minutes
+    python scripts/measure_costs.py --page hosts           # between hosts made of namespaces, as root; 5 minutes
     python scripts/measure_costs.py --page server          # of parameter servers: results/server-DATE.md
+    python scripts/measure_costs.py --sections hvd,nn      # these again; the others are those of the newest page
     python scripts/measure_costs.py --ranks 2 --seconds 2  # a short one
 
 Runs each command of a page on 2 and on 4 ranks, in the environments of the two MPIs that `scripts/test_cpu.sh` has
@@ -14,16 +16,44 @@ import argparse
 import datetime
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
 ENVIRONMENTS = ("openmpi", "mpich")
 _SIZES = "--sizes 4,64,1K,8K,32K,256K,1M,16M"
-_ALL = f"torchmpi bench --collectives all {_SIZES} --backends auto --memory plain"
+_END = "-n {ranks} --seconds {seconds:g}"
+_ALIKE = f"{_SIZES} --backends auto --memory plain"
+_OF_HOROVOD = "allreduce,broadcast,allgather,reduce_scatter,alltoall,barrier"
+_OF_NN = "allreduce,broadcast,allgather,reduce_scatter,alltoall,sendreceive"
+_CALLS_OF_A_JOB = 200  # of all sizes between hosts, so that a job takes as long as one within a host
+
+
+class Section(NamedTuple):
+    """A part of a page of results: the tables of one command."""
+
+    title: str
+    command: str
+
+
+def _through(interfaces: str, collectives: str = "all") -> str:
+    return f"torchmpi bench --collectives {collectives} --through {interfaces} {_ALIKE} {_END}"
+
+
+def _between(hosts: int, ranks: int) -> Section:
+    # A rank that waits gives its core to another one: to Open MPI by this variable, which MPICH ignores.
+    launch = (
+        "OMPI_MCA_mpi_yield_when_idle=1 torchmpi run --rsh $HOSTS_STATE/agent --interface $HOSTS_NETWORK.0/24 --hosts "
+        f"{','.join(f'h{host}:{ranks}' for host in range(hosts))} --option '--bind-to none'"
+    )
+    times = "benchmarks/host_times.py --peers gloo --sizes 1K,32K,256K,1M --seconds {call_seconds:g}"
+    return Section(f"{hosts} hosts, {ranks} on each", f"{launch} {times}")
 
 
 class Page(NamedTuple):
@@ -31,61 +61,85 @@ class Page(NamedTuple):
 
     title: str
     introduction: str
-    sections: Mapping[str, str]
-    """The commands, by the title of their tables."""
-    quoted_in: str
-    """The page that refers to the newest one of these."""
+    sections: Mapping[str, Section]
+    """By the names of ``--sections``."""
+    num_hosts: int = 0
+    """How many hosts are made of namespaces for the commands."""
 
 
 PAGES = {
     "costs": Page(
         "What each call costs",
-        "`auto` is torchmpi by its own names, `dist` through torch.distributed, `hvd` through its functions for "
-        "Horovod's programs, `copy` a plain copy of the tensor by all ranks at once.",
+        "Ranks on one host; in brackets half the distance of the quartiles. `auto` is torchmpi by its own names, `dist` "
+        "through torch.distributed, `hvd` through its functions for Horovod's programs, `nn` through "
+        "`torchmpi.nn.functional`, `copy` a plain copy of the tensor by all ranks at once.",
         {
-            "Collectives by their own names": _ALL,
-            "Asynchronous calls": f"{_ALL} --async --through native,dist",
-            "Through torch.distributed and Horovod's functions": f"{_ALL} --through dist,hvd",
-            "Messages and other calls": f"torchmpi bench calls {_SIZES}",
+            "native": Section("Collectives by their own names", _through("native")),
+            "async": Section("Asynchronous calls", f"{_through('native,dist,hvd')} --async"),
+            "dist": Section("Through torch.distributed", _through("dist,native")),
+            "hvd": Section("Through Horovod's functions", _through("hvd,native", _OF_HOROVOD)),
+            "nn": Section("Through functions that autograd differentiates", _through("nn,native", _OF_NN)),
+            "calls": Section("Messages and other calls", f"torchmpi bench calls {_SIZES} {_END}"),
         },
-        "docs/costs.md",
+    ),
+    "hosts": Page(
+        "What each call costs between hosts",
+        "Hosts are network namespaces of one machine, which share its cores (`HOSTS_CORES=shared scripts/hosts.sh up "
+        "4`), with links without limit. In brackets: multiples of the time of the MPI library's call, and how many "
+        "Python functions of the package a call enters. Each rank is the root in turn.",
+        {f"{hosts}x{ranks}": _between(hosts, ranks) for hosts, ranks in ((2, 1), (2, 2), (4, 2))},
+        num_hosts=4,
     ),
     "server": Page(
         "Parameter servers, one-sided MPI and torch RPC",
-        "All contestants of a table are timed in one job, in alternating batches.",
+        "Ranks on one host; in brackets half the distance of the quartiles.",
         {
-            "Whole tensors": "python benchmarks/server.py --parts speed",
-            "Rows of a table": "python benchmarks/server.py --parts rows",
+            "whole": Section("Whole tensors", f"python benchmarks/server.py --parts speed {_END}"),
+            "rows": Section("Rows of a table", f"python benchmarks/server.py --parts rows {_END}"),
         },
-        "docs/benchmarks.md",
     ),
 }
 _INTRODUCTION = """\
 # {title}, {date}
 
-Ranks on one host; the tables begin with the machine, the versions and the binding. Times are medians of alternating
-batches in microseconds, with half the distance of the quartiles. {introduction}
-Load of the machine before the first job: {load:.1f}. Made by `{command}`.
+Times are medians of alternating batches in microseconds. {introduction} The tables begin with the machine, the
+versions and the binding.
+Made by `scripts/measure_costs.py --page {name}`, single sections by `--sections`.
+
 """
 
 
 def measured(environment: Path, command: Sequence[str]) -> str:
-    """Return what a command prints in an environment."""
+    """Return what a command prints in an environment; it may begin with variables."""
     folder = environment / "bin"
     variables = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    whole = [str(folder / command[0]), *command[1:]]
-    return subprocess.run(whole, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        ["env", *command], env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
-def written(tables: Mapping[tuple[str, str], Sequence[tuple[str, str]]], **introduction: object) -> str:
-    """Return a page: by title and command, the tables with their titles.
+@contextmanager
+def hosts_up(number: int) -> Iterator[None]:
+    """Make hosts of namespaces, which share the cores of this machine, and remove them at the end."""
+    os.environ.setdefault("HOSTS_STATE", "/run/torchmpi-hosts")
+    os.environ.setdefault("HOSTS_NETWORK", "10.87.21")
+    script = ROOT / "scripts" / "hosts.sh"
+    try:
+        subprocess.run([script, "up", str(number)], env=os.environ | {"HOSTS_CORES": "shared"}, check=True)
+        yield
+    finally:
+        subprocess.run([script, "down"], check=True)
 
-    >>> facts = dict.fromkeys(("title", "date", "introduction", "command"), "") | {"load": 0.1}
-    >>> tables = {("Messages", "torchmpi bench calls -n 2"): [("MPICH, 2 ranks", "times")]}
-    >>> print(written(tables, **facts).partition("## ")[2])
-    Messages
+
+def written(section: Section, conditions: str, tables: Sequence[tuple[str, str]]) -> str:
+    """Return the text of a section, with titles of its tables.
+
+    >>> print(written(Section("Messages", "torchmpi bench calls -n 2|4"), "Load 0.1.", [("MPICH, 2 ranks", "times")]))
+    ## Messages
     <BLANKLINE>
-    `torchmpi bench calls -n 2`
+    `torchmpi bench calls -n 2|4`
+    <BLANKLINE>
+    Load 0.1.
     <BLANKLINE>
     ### Messages: MPICH, 2 ranks
     <BLANKLINE>
@@ -94,42 +148,77 @@ def written(tables: Mapping[tuple[str, str], Sequence[tuple[str, str]]], **intro
     ```
     <BLANKLINE>
     """
-    parts = [_INTRODUCTION.format(**introduction)]
-    for (title, command), found in tables.items():
-        parts.append(f"## {title}\n\n`{command}`\n")
-        parts += [f"### {title}: {kind}\n\n```text\n{text.strip()}\n```\n" for kind, text in found]
+    parts = [f"## {section.title}\n\n`{section.command}`\n\n{conditions}\n"]
+    parts += [f"### {section.title}: {kind}\n\n```text\n{text.strip()}\n```\n" for kind, text in tables]
     return "\n".join(parts)
 
 
-def main() -> None:
+def sections_of(page: str) -> dict[str, str]:
+    """Return the sections of a page by their titles.
+
+    >>> sections_of("# Costs\\n\\n## A\\n\\n1\\n\\n## B\\n\\n2\\n")
+    {'A': '## A\\n\\n1\\n', 'B': '## B\\n\\n2\\n'}
+    """
+    found = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+    return {text.partition("\n")[0].removeprefix("## "): f"{text.strip()}\n" for text in found}
+
+
+def measured_section(section: Section, options: argparse.Namespace) -> str:
+    """Run the command of a section with each MPI and number of ranks, and return its text."""
+    now, load = datetime.datetime.now(datetime.timezone.utc).date(), os.getloadavg()[0]
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    times = {"seconds": options.seconds, "call_seconds": options.seconds / _CALLS_OF_A_JOB}
+    tables = []
+    for command in dict.fromkeys(section.command.format(ranks=n, **times) for n in options.ranks.split(",")):
+        for name in ENVIRONMENTS:  # the first table of a section is drawn
+            print(f"{section.title}: {name}, {command}", file=sys.stderr, flush=True)
+            text = measured(options.environments / name, shlex.split(os.path.expandvars(command)))
+            found = re.search(r"^ *(\d+ ranks?) +([^,]+),", text, re.MULTILINE)
+            tables.append((name if found is None else f"{found[2]}, {found[1]}", text))
+    shown = section.command.format(ranks=options.ranks.replace(",", "|"), **times)
+    conditions = f"{now}, commit `{commit}`, load of the machine before: {load:.1f}."
+    return written(Section(section.title, shown), conditions, tables)
+
+
+def quote(page: str, file: Path) -> None:
+    """Let the pages that refer to the tables of a page of results refer to those in a file."""
+    for quoting in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), RESULTS / "hosts.md"):
+        text = quoting.read_text()
+        new = re.sub(rf"\b{page}-\d{{4}}-\d\d-\d\d\.md", file.name, text)
+        if new != text:
+            quoting.write_text(new)
+
+
+def main(arguments: Sequence[str]) -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", choices=PAGES, default="costs", help="default %(default)s")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, default %(default)s")
+    parser.add_argument(
+        "--sections", help="names among " + "; ".join(",".join(page.sections) for page in PAGES.values())
+    )
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks within a host, default %(default)s")
     parser.add_argument("--seconds", type=float, default=60, help="of each job, default %(default)g")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv", help="their folder, default %(default)s")
     parser.add_argument("--output", type=Path, help="the file, default results/PAGE-DATE.md")
-    options = parser.parse_args()
-    date, load = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), os.getloadavg()[0]
-    page, numbers, tables = PAGES[options.page], options.ranks.split(","), {}
-    for title, command in page.sections.items():
-        rest, found = f"{command} --seconds {options.seconds:g}", []
-        for ranks in numbers:  # the first table of a section is drawn
-            for name in ENVIRONMENTS:
-                print(f"{title}: {name}, {ranks} ranks", file=sys.stderr, flush=True)
-                text = measured(options.environments / name, [*rest.split(), "-n", ranks])
-                mpi = re.search(rf"^ *{ranks} ranks +([^,]+),", text, re.MULTILINE)
-                found.append((f"{name if mpi is None else mpi[1]}, {ranks} ranks", text))
-        tables[title, f"{rest} -n {'|'.join(numbers)}"] = found
-    file = options.output or ROOT / "results" / f"{options.page}-{date}.md"
-    facts = {"title": page.title, "introduction": page.introduction, "date": date, "load": load}
-    file.write_text(written(tables, command=" ".join(["python scripts/measure_costs.py", *sys.argv[1:]]), **facts))
+    options = parser.parse_args(arguments)
+    page, date = PAGES[options.page], datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    chosen = options.sections.split(",") if options.sections else list(page.sections)
+    if unknown := [name for name in chosen if name not in page.sections]:
+        parser.error(f"--sections: no {', '.join(unknown)} among {', '.join(page.sections)}")
+    file = options.output or RESULTS / f"{options.page}-{date}.md"
+    before = file if file.exists() else max(RESULTS.glob(f"{options.page}-*.md"), default=None)
+    texts = {} if before is None else sections_of(before.read_text())
+    introduction = _INTRODUCTION.format(title=page.title, date=date, introduction=page.introduction, name=options.page)
+    with hosts_up(page.num_hosts) if page.num_hosts else nullcontext():
+        for section in (page.sections[name] for name in chosen):
+            texts[section.title] = measured_section(section, options)
+            kept = [texts[each.title] for each in page.sections.values() if each.title in texts]
+            file.write_text(introduction + "\n".join(kept))
     print(file)
     if options.output is None:
-        quoting = ROOT / page.quoted_in
-        new = re.sub(rf"results/{options.page}-[\d-]+\.md", f"results/{file.name}", quoting.read_text())
-        quoting.write_text(new)
+        quote(options.page, file)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

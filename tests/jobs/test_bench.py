@@ -59,13 +59,19 @@ def test_every_collective_and_contestant(launch, tmp_path):
 
 def test_through_each_interface(launch, tmp_path):
     file = tmp_path / "a.json"
-    arguments = ["--collective", "all", "--through", "all", "--sizes", "4K", "--backends", "auto", "--memory", "plain"]
-    rows = rows_of(file, launch(2, [*BENCH, *arguments, "--peers", "none", "--seconds", "0.02", "--json", file]))
-    assert {row["verb"] for row in rows} == set(options.COLLECTIVES)
-    for interface in ("auto", "dist"):
-        assert all("median_us" in row for row in rows if row["contestant"] == interface), interface
-    through_horovod = {row["verb"] for row in rows if row["contestant"] == "hvd" and "median_us" in row}
-    assert through_horovod == {"allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier"}
+    arguments = ["--collective", "all", "--through", "nn,hvd,native,dist", "--sizes", "4K", "--backends", "auto"]
+    arguments += ["--memory", "plain", "--peers", "none", "--seconds", "0.02"]
+    rows = rows_of(file, launch(2, [*BENCH, *arguments, "--json", file]))
+    assert list(dict.fromkeys(row["contestant"] for row in rows if "median_us" in row)) == [
+        "nn", "hvd", "auto", "dist", "copy",
+    ]  # fmt: skip
+    measured = {
+        name: {row["verb"] for row in rows if row["contestant"] == name and "median_us" in row}
+        for name in ("auto", "dist", "hvd", "nn")
+    }
+    assert measured["auto"] == measured["dist"] == set(options.COLLECTIVES)
+    both = {"allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"}
+    assert measured["hvd"] == both | {"barrier"} and measured["nn"] == both | {"sendreceive"}
 
 
 def test_every_other_call(launch, tmp_path):
@@ -73,9 +79,11 @@ def test_every_other_call(launch, tmp_path):
     result = launch(3, [*BENCH, "calls", "--sizes", "4K", "--seconds", "0.02", "--json", file])
     rows = rows_of(file, result)
     assert {row["verb"] for row in rows} == set(CALLS)
-    of_torchmpi = ("auto", "auto async", "dist", "dist async", "hvd", "nn")
+    of_torchmpi = ("auto", "auto async", "dist", "dist async", "dist coalesced", "hvd", "nn")
     assert all("median_us" in row for row in rows if row["contestant"] in (*of_torchmpi, "mpi4py"))
-    assert {row["contestant"] for row in rows} >= {*of_torchmpi, "mpi4py"}
+    assert {row["contestant"] for row in rows} >= {*of_torchmpi, "mpi4py", "copy", "fill"}
+    copied = {row["verb"] for row in rows if row["contestant"] == "copy"}
+    assert copied == {title for title, row in CALLS.items() if row.is_sized}
     assert "broadcast of an object" in result.stdout and "no figures" not in result.stdout, result.output
 
 

@@ -29,7 +29,7 @@ from torchmpi.launch import launcher
         (["--dtypes", "float12"], "'float12' is no dtype; choose among float32"),
         (["--peers", "none,gloo"], "none stands alone"),
         (["--collectives", "all,reduce"], "all stands alone"),
-        (["--through", "nccl"], "'nccl' is no interface; choose among native, dist, hvd"),
+        (["--through", "nccl"], "'nccl' is no interface; choose among native, dist, hvd, nn"),
         (["--backends", "dist"], "'dist' is no backend; choose among auto, mpi"),
         (["--backends", "nonsense"], "'nonsense' is no backend; choose among auto, mpi"),
         (["--sizes", "4:x"], "'x' is no size from 1 byte to 64G; write 4:256M"),

@@ -1,4 +1,4 @@
-"""To a user of benchmarks/: options, plans, tables and sums are right, without a job."""
+"""To a user of benchmarks/: options, plans, tables, sums and sections of pages are right, without a job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import json
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torchmpi.cli.bench import timing
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 import leaks  # noqa: E402
+import measure_costs  # noqa: E402
 import memory  # noqa: E402
 import rpc_peer  # noqa: E402
 import server  # noqa: E402
@@ -39,7 +41,7 @@ def parsed(*given: str) -> argparse.Namespace:
     return server.make_parser().parse_args(given)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+@pytest.mark.parametrize("name", [*sorted(path.stem for path in BENCHMARKS.glob("*.py")), "measure_costs"])
 def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
@@ -283,3 +285,42 @@ os.waitpid(child.pid, os.WUNTRACED)
 print(child.pid, flush=True)
 time.sleep(600)
 """
+
+
+# --- scripts/measure_costs.py
+
+
+def test_single_sections_of_a_page_are_measured_again(tmp_path, monkeypatch):
+    """The others stay as they are, and in their order."""
+    commands: list[list[str]] = []
+
+    def measured(environment: Path, command: list[str]) -> str:
+        commands.append(command)
+        return f"title\n  2 ranks    {environment.name} 1.0, bound\n\ntimes {len(commands)}"
+
+    monkeypatch.setattr(measure_costs, "measured", measured)
+    page, output = measure_costs.PAGES["costs"], tmp_path / "page.md"
+    output.write_text(f"# old\n\n## {page.sections['calls'].title}\n\nold times\n\n## no section now\n\nothers\n")
+    measure_costs.main(["--sections", "nn,native", "--ranks", "2,4", "--seconds", "3", "--output", str(output)])
+    assert [command[command.index("-n") :] for command in commands[::2]] == [
+        ["-n", n, "--seconds", "3"] for n in "2424"
+    ]
+    found = measure_costs.sections_of(output.read_text())
+    assert list(found) == [page.sections[name].title for name in ("native", "nn", "calls")]
+    assert "old times" in found[page.sections["calls"].title] and "others" not in output.read_text()
+    for name, numbers in (("nn", (1, 2, 3, 4)), ("native", (5, 6, 7, 8))):
+        text = found[page.sections[name].title]
+        assert re.findall(r"^times (\d)$", text, re.MULTILINE) == list(map(str, numbers))
+        assert f"### {page.sections[name].title}: openmpi 1.0, 2 ranks\n" in text and "-n 2|4 --seconds 3`" in text
+
+
+def test_sections_that_a_page_does_not_have_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        measure_costs.main(["--page", "server", "--sections", "rows,hvd"])
+    assert "--sections: no hvd among whole, rows" in capsys.readouterr().err
+
+
+def test_calls_between_hosts_are_measured_on_every_placement():
+    commands = [section.command for section in measure_costs.PAGES["hosts"].sections.values()]
+    placements = [command.partition("--hosts ")[2].split()[0] for command in commands]
+    assert placements == ["h0:1,h1:1", "h0:2,h1:2", "h0:2,h1:2,h2:2,h3:2"]

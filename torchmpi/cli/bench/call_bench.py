@@ -13,22 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import torchmpi
 import torchmpi.horovod as hvd
 import torchmpi.nn as mpinn
 
+from ...collective_specs import SPECS
 from ...launch import mpi_library
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, page, time_and_spread, titled
-from .contestants import open_group, why_absent
-from .options import AUTO, DIST, short_size
+from .contestants import COPY, open_group, why_absent
+from .options import AUTO, DIST, HVD, NN, short_size
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, timed_rows
 
 Call = Callable[[], Any]
 Contestants = Mapping[str, Call]
-AUTO_ASYNC, DIST_ASYNC, HOROVOD, NN = "auto async", "dist async", "hvd", "nn"
+AUTO_ASYNC, DIST_ASYNC, DIST_COALESCED, FILL = "auto async", "dist async", "dist coalesced", "fill"
 _IN_FLIGHT = 8
 _MANY, _MANY_NUMEL = 50, 64
 _AVERAGED_NUMEL = 256
@@ -77,6 +79,18 @@ class Buffers:
     def through_torch(self, make: Callable[[Any], Call]) -> dict[str, Call]:
         """Return one contestant for each process group of torch.distributed."""
         return {name: make(group) for name, group in self.groups.items()}
+
+    def by_collective(self, function: Callable[..., Any]) -> dict[str, Call]:
+        """Return those of a function of torch.distributed, and of its form with ``async_op=True``."""
+        begin = partial(function, group=self.groups[DIST], async_op=True)
+        return {
+            **self.through_torch(lambda group: partial(function, group=group)),
+            DIST_ASYNC: lambda: _wait(begin()),
+        }
+
+    def gathered_in_flight(self) -> list[torch.Tensor]:
+        """Return the parts of the tensors in flight that hold rows of all ranks."""
+        return [tensor[: self.rows.numel()] for tensor in self.in_flight]
 
 
 class CallRow(NamedTuple):
@@ -136,8 +150,14 @@ def _round_trip(at: Buffers, before: Call = lambda: None) -> Contestants:
 
 
 def _fresh_round_trip(at: Buffers) -> Contestants:
-    """The same for values that the sender has just written, as programs send them."""
-    return _round_trip(at, before=partial(at.sent.fill_, at.rank + 1))
+    """The same for values that the sender has just written, as programs send them; and the two writes alone."""
+    write = partial(at.sent.fill_, at.rank + 1)
+
+    def fill() -> None:
+        write()
+        write()
+
+    return {**_round_trip(at, before=write), FILL: fill}
 
 
 def _exchange(at: Buffers) -> Contestants:
@@ -193,11 +213,40 @@ def _in_flight(at: Buffers) -> Contestants:
     }
 
 
+def _gathers_in_flight(at: Buffers) -> Contestants:
+    """Several allgathers, which torch.distributed joins to one call of the backend, as FSDP does."""
+    outputs = at.gathered_in_flight()
+    arrays, wait_all = [output.numpy() for output in outputs], mpi_library.load().Request.Waitall
+
+    def blocking() -> None:
+        for output in outputs:
+            torchmpi.allgather(at.part, output)
+
+    def asynchronous() -> None:
+        for handle in [torchmpi.allgather_async(at.part, output) for output in outputs]:
+            handle.wait()
+
+    def of_torch(group: Any) -> Call:
+        def run() -> None:
+            with _coalescing_manager(group):
+                for output in outputs:
+                    dist.all_gather_into_tensor(output, at.part, group=group)
+
+        return run
+
+    return {
+        AUTO: blocking,
+        AUTO_ASYNC: asynchronous,
+        **at.through_torch(of_torch),
+        "mpi4py": lambda: wait_all([at.comm.Iallgather(at.part.numpy(), array) for array in arrays]),
+    }
+
+
 def _all_gather_list(at: Buffers) -> Contestants:
     outputs = list(at.rows.chunk(at.size))
     return {
         AUTO: partial(torchmpi.allgather, at.part, at.rows),
-        **at.through_torch(lambda group: partial(dist.all_gather, outputs, at.part, group=group)),
+        **at.by_collective(partial(dist.all_gather, outputs, at.part)),
         "mpi4py": partial(at.comm.Allgather, at.part.numpy(), at.rows.numpy()),
     }
 
@@ -206,7 +255,7 @@ def _reduce_scatter_list(at: Buffers) -> Contestants:
     inputs, add = list(at.rows.chunk(at.size)), mpi_library.load().SUM
     return {
         AUTO: partial(torchmpi.reduce_scatter, at.rows, at.part),
-        **at.through_torch(lambda group: partial(dist.reduce_scatter, at.part, inputs, group=group)),
+        **at.by_collective(partial(dist.reduce_scatter, at.part, inputs)),
         "mpi4py": partial(at.comm.Reduce_scatter_block, at.rows.numpy(), at.part.numpy(), add),
     }
 
@@ -215,7 +264,7 @@ def _all_to_all_list(at: Buffers) -> Contestants:
     inputs, outputs = list(at.rows.chunk(at.size)), list(at.other_rows.chunk(at.size))
     return {
         AUTO: partial(torchmpi.alltoall, at.rows, at.other_rows),
-        **at.through_torch(lambda group: partial(dist.all_to_all, outputs, inputs, group=group)),
+        **at.by_collective(partial(dist.all_to_all, outputs, inputs)),
         "mpi4py": partial(at.comm.Alltoall, at.rows.numpy(), at.other_rows.numpy()),
     }
 
@@ -228,7 +277,9 @@ def _all_to_all_unequal(at: Buffers) -> Contestants:
     given, taken = at.rows.resize_(sum(sizes)), at.other_rows.resize_(sum(sizes))
     of_mpi = [given.numpy(), sizes], [taken.numpy(), sizes]
     return {
-        **at.through_torch(lambda group: partial(dist.all_to_all_single, taken, given, sizes, sizes, group=group)),
+        AUTO: partial(torchmpi.alltoall, given, taken, splits=sizes),
+        AUTO_ASYNC: lambda: torchmpi.alltoall_async(given, taken, splits=sizes).wait(),
+        **at.by_collective(partial(dist.all_to_all_single, taken, given, sizes, sizes)),
         "mpi4py": partial(at.comm.Alltoallv, *of_mpi),
     }
 
@@ -285,8 +336,17 @@ def _allgather_object(at: Buffers) -> Contestants:
     }
 
 
-def _number(at: Buffers) -> Contestants:
-    return {AUTO: partial(torchmpi.allreduce, at.rank + 1.0), "mpi4py": partial(at.comm.allreduce, at.rank + 1.0)}
+def _number(collective: str, at: Buffers) -> Contestants:
+    """A number of each rank; rank 0 is the root."""
+    of_mpi = getattr(at.comm, SPECS[collective].name_in_mpi.lower())
+    return {AUTO: partial(getattr(torchmpi, collective), at.rank + 1.0), "mpi4py": partial(of_mpi, at.rank + 1.0)}
+
+
+def _number_is_right(collective: str, at: Buffers, result: Any) -> bool:
+    spec, mine = SPECS[collective], list(range(1, at.size + 1))
+    if not spec.receives(at.rank == 0):
+        return True
+    return bool(result == (at.total if spec.reduces else mine if spec.gathers else 1))
 
 
 def _strided(at: Buffers) -> Contestants:
@@ -311,7 +371,7 @@ def _strided(at: Buffers) -> Contestants:
 
 
 def _many(at: Buffers) -> Contestants:
-    """Many small tensors in one call; the others reduce them one by one."""
+    """Many small tensors in one call; MPI and functions without a list reduce them one by one."""
     add, in_place = mpi_library.load().SUM, mpi_library.load().IN_PLACE
     arrays = [tensor.numpy() for tensor in at.many]
 
@@ -326,7 +386,19 @@ def _many(at: Buffers) -> Contestants:
 
         return run
 
-    return {AUTO: partial(torchmpi.allreduce_many, at.many), **at.through_torch(of_torch), "mpi4py": of_mpi4py}
+    def coalesced() -> None:
+        with _coalescing_manager(at.groups[DIST]):
+            for tensor in at.many:
+                dist.all_reduce(tensor, group=at.groups[DIST])
+
+    return {
+        AUTO: partial(torchmpi.allreduce_many, at.many),
+        AUTO_ASYNC: lambda: torchmpi.allreduce_many_async(at.many).wait(),
+        **at.through_torch(of_torch),
+        DIST_COALESCED: coalesced,
+        HVD: partial(hvd.grouped_allreduce_, at.many, op=hvd.Sum),
+        "mpi4py": of_mpi4py,
+    }
 
 
 def _average(at: Buffers) -> Contestants:
@@ -334,7 +406,7 @@ def _average(at: Buffers) -> Contestants:
     tensor = at.average
     return {
         AUTO: lambda: torchmpi.allreduce(tensor.clone(), op="avg"),
-        HOROVOD: partial(hvd.allreduce, tensor),
+        HVD: partial(hvd.allreduce, tensor),
         NN: partial(mpinn.functional.allreduce, tensor, op="avg"),
     }
 
@@ -343,7 +415,7 @@ def _gradients(at: Buffers) -> Contestants:
     """The average of the gradients of a small network, against the call that makes it."""
     return {
         AUTO: partial(torchmpi.allreduce_many, at.gradients, op="avg"),
-        HOROVOD: partial(hvd.grouped_allreduce_, at.gradients),
+        HVD: partial(hvd.grouped_allreduce_, at.gradients),
         NN: partial(mpinn.synchronize_gradients, at.net),
     }
 
@@ -357,7 +429,7 @@ def _parameters(at: Buffers) -> Contestants:
 
     return {
         AUTO: native,
-        HOROVOD: lambda: hvd.broadcast_parameters(at.net.state_dict(), 0),
+        HVD: lambda: hvd.broadcast_parameters(at.net.state_dict(), 0),
         NN: partial(mpinn.synchronize_parameters, at.net),
     }
 
@@ -370,6 +442,23 @@ def _group(at: Buffers) -> Contestants:
     }
 
 
+def _group_and_call(at: Buffers) -> Contestants:
+    """The same with an allreduce of 1 KB between, the first one of the group, for which it gets its memory."""
+    tensor, add, in_place = at.average, mpi_library.load().SUM, mpi_library.load().IN_PLACE
+
+    def native() -> None:
+        group = torchmpi.group(range(at.size))
+        torchmpi.allreduce(tensor, comm=group)
+        group.free()
+
+    def of_mpi4py() -> None:
+        comm = at.comm.Split(0, at.rank)
+        comm.Allreduce(in_place, tensor.numpy(), add)
+        comm.Free()
+
+    return {AUTO: native, "mpi4py": of_mpi4py}
+
+
 CALLS: dict[str, CallRow] = {
     "round trip": CallRow(_round_trip, lambda at, _: not at.has_partner or _all_equal([at.received], at.partner + 1)),
     "round trip, fresh": CallRow(
@@ -377,19 +466,26 @@ CALLS: dict[str, CallRow] = {
     ),
     "exchange": CallRow(_exchange, _exchange_is_right),
     f"{_IN_FLIGHT} allreduces": CallRow(_in_flight, lambda at, _: _all_equal(at.in_flight, at.total)),
+    f"{_IN_FLIGHT} all_gathers, coalesced": CallRow(
+        _gathers_in_flight, lambda at, _: all(_has_rows_of_all(at, each) for each in at.gathered_in_flight())
+    ),
     "all_gather, list": CallRow(_all_gather_list, lambda at, _: _has_rows_of_all(at, at.rows)),
     "reduce_scatter, list": CallRow(_reduce_scatter_list, lambda at, _: _all_equal([at.part], at.total)),
     "all_to_all, list": CallRow(_all_to_all_list, lambda at, _: _has_rows_of_all(at, at.other_rows)),
     "all_to_all, unequal": CallRow(_all_to_all_unequal, _unequal_is_right),
     "allreduce, strided": CallRow(_strided, lambda at, _: _all_equal([at.strided], at.total)),
     f"allreduce of {_MANY} x {_MANY_NUMEL}": CallRow(_many, lambda at, _: _all_equal(at.many, at.total), False),
-    "allreduce of a number": CallRow(_number, lambda at, result: result == at.total, False),
+    **{
+        f"{name} of a number": CallRow(partial(_number, name), partial(_number_is_right, name), False)
+        for name in ("allreduce", "reduce", "broadcast", "allgather", "gather")
+    },
     "broadcast of an object": CallRow(_broadcast_object, lambda _, result: result == _OBJECT, False),
     "allgather of an object": CallRow(_allgather_object, lambda at, result: result == [_OBJECT] * at.size, False),
     "average of 1K": CallRow(_average, lambda at, mean: _all_equal([mean], at.total / at.size), False),
     "gradients of 4": CallRow(_gradients, lambda at, _: _all_equal(at.gradients, at.total / at.size), False),
     "parameters of 4": CallRow(_parameters, lambda at, _: _all_equal(at.parameters, 1), False),
     "group, free": CallRow(_group, lambda _, __: True, False),
+    "group, allreduce, free": CallRow(_group_and_call, lambda at, _: _all_equal([at.average], at.total), False),
 }
 """All rows by title."""
 
@@ -415,8 +511,11 @@ def _rows(
 ) -> list[dict[str, Any]]:
     row, at = CALLS[title], Buffers(job, groups, num_bytes)
     calls = {name: call for name, call in row.make(at).items() if not name.startswith("mpi4py") or "mpi4py" in peers}
-    why_not = {name: job.agreed(_problem(row, at, call)) for name, call in calls.items()}
-    timed = [TimedCall(name, (call,), at.touch) for name, call in calls.items() if why_not[name] is None]
+    checked = [name for name in calls if name != FILL]
+    if row.is_sized:
+        calls[COPY] = partial(torch.empty_like(at.sent).copy_, at.sent)
+    why_not = {name: job.agreed(_problem(row, at, calls[name])) for name in checked}
+    timed = [TimedCall(name, (call,), at.touch) for name, call in calls.items() if why_not.get(name) is None]
     head = {"ranks": job.size, "verb": title, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
     return timed_rows(job, timed, why_not, seconds, head)
 
@@ -432,8 +531,9 @@ def _problem(row: CallRow, at: Buffers, call: Call) -> str | None:
 
 _LEGEND = (
     "us: median over batches, spread: half the distance of the quartiles. auto: torchmpi, dist: torch.distributed with",
-    "the backend torchmpi, hvd: torchmpi.horovod, nn: torchmpi.nn. bytes: of a message or a tensor, or of the tensors",
-    "of all ranks in a list.",
+    "the backend torchmpi (coalesced: in a block that joins calls), hvd: torchmpi.horovod, nn: torchmpi.nn. copy: a",
+    "plain copy of such a tensor by all ranks concurrently, fill: the two writes of the fresh round trip. bytes: of a",
+    "message or a tensor, or of the tensors of all ranks in a list.",
 )
 
 

@@ -12,7 +12,7 @@ from ...collective_specs import IN_PLACE, SPECS
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
 from .bench_report import Row, grouped, has_figure, microseconds, page, time_and_spread, timing_of, titled
-from .contestants import COPY, LAUNCH, Contestant, Copy, find_peers, our_contestants, through_other_interfaces
+from .contestants import COPY, LAUNCH, Contestant, Copy, find_peers, our_contestants, through
 from .options import CPU_PEERS, NATIVE, PEERS, short_size
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, timed_on, timed_rows
 from .workload import BenchCase, Workload
@@ -25,9 +25,11 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     asynchronous, device = options.asynchronous, job.device.type
     peers = (*options.peers, "nccl") if device != "cpu" and tuple(options.peers) == CPU_PEERS else options.peers
     contestants: list[Contestant] = []
-    if NATIVE in options.through:
-        contestants += our_contestants(options.backends, options.memory, asynchronous=asynchronous, device=device)
-    contestants += through_other_interfaces(options.through, job, asynchronous=asynchronous)
+    for interface in options.through:
+        if interface == NATIVE:
+            contestants += our_contestants(options.backends, options.memory, asynchronous=asynchronous, device=device)
+        else:
+            contestants.append(through(interface, job, asynchronous=asynchronous))
     contestants += [*find_peers(peers, job, asynchronous=asynchronous), Copy()]
     tasks = []
     for case in cases(options):

@@ -21,9 +21,10 @@ from ...backends.selector import AVAILABLE
 from ...collective_specs import IN_PLACE, SPECS
 from ...distributed.registration import register
 from ...launch import mpi_library
+from ...nn import functional
 from ...session import runtime
 from .bench_job import BenchJob
-from .options import AUTO, DIST, HVD, PEERS
+from .options import AUTO, DIST, HVD, NN, PEERS
 from .workload import Allocate, BenchCase, Workload
 
 Call = Callable[..., Any]
@@ -111,14 +112,38 @@ def our_contestants(
     return ours
 
 
-def through_other_interfaces(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> list[Contestant]:
-    """Return torchmpi through the interfaces of other libraries. Collective."""
-    found: list[Contestant] = []
-    if DIST in names:
-        found.append(TorchDistributed(DIST, open_group("torchmpi", job.resources), asynchronous=asynchronous))
-    if HVD in names:
-        found.append(Horovod(HVD, "torchmpi.horovod", asynchronous=asynchronous))
-    return found
+def through(interface: str, job: BenchJob, *, asynchronous: bool) -> Contestant:
+    """Return torchmpi through one of its interfaces other than the native one. Collective."""
+    if interface == DIST:
+        return TorchDistributed(DIST, open_group("torchmpi", job.resources), asynchronous=asynchronous)
+    if interface == HVD:
+        return Horovod(HVD, "torchmpi.horovod", asynchronous=asynchronous)
+    return Functional(job.device, "torchmpi.nn.functional has no asynchronous functions" if asynchronous else None)
+
+
+class Functional(Contestant):
+    """Functions of torchmpi.nn.functional, which return new tensors; no gradient is computed."""
+
+    def __init__(self, device: torch.device, reason: str | None) -> None:
+        super().__init__(NN, reason)
+        self._device = device
+
+    def why_not(self, collective: str, dtype: str) -> str | None:
+        known = collective in functional.__all__
+        return super().why_not(collective, dtype) if known else f"torchmpi.nn.functional has no {collective}"
+
+    def allocate(self) -> Allocate:
+        # Tensors of its own: each result becomes the target, which another contestant has bound.
+        return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=self._device)
+
+    def bind(self, work: Workload, root: int) -> Call:
+        arguments = _neighbors(work) if work.spec.flow == "neighbor" else (root,) if work.spec.is_rooted else ()
+        call = partial(getattr(functional, work.collective), work.source, *arguments)
+
+        def run() -> None:
+            work.target = call()
+
+        return run
 
 
 def _available(device_type: str) -> list[str]:

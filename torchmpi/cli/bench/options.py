@@ -22,8 +22,8 @@ PEERS = ("mpi4py", "gloo", "horovod", "nccl")
 CPU_PEERS = PEERS[:3]
 AUTO = "auto"
 """The backend that a call without ``backend=`` uses."""
-NATIVE, DIST, HVD = INTERFACES = ("native", "dist", "hvd")
-"""Through which names torchmpi is called: its own, torch.distributed's, Horovod's."""
+NATIVE, DIST, HVD, NN = INTERFACES = ("native", "dist", "hvd", "nn")
+"""Through which names torchmpi is called: its own, torch.distributed's, Horovod's, those of torchmpi.nn.functional."""
 NONE, ALL = "none", "all"
 MEMORIES = ("plain", "shared")
 COMPUTING_HERE = ("mlp", "cnn", "resnet", "transformer")
@@ -277,7 +277,8 @@ def _add_collectives(option: AddOption) -> None:
     _add_list(option, "--collectives", (*COLLECTIVES, ALL), "collective", "--collective", "--verbs",
               default=("allreduce",), dest="verbs")  # fmt: skip
     _add_list(option, "--through", (*INTERFACES, ALL), "interface", default=(NATIVE,), note="native: its own names. "
-              "dist: torch.distributed, hvd: Horovod's")  # fmt: skip
+              "dist: torch.distributed, hvd: Horovod's, nn: torchmpi.nn.functional. Ratios are those of the first "
+              "one")  # fmt: skip
     option("--sizes", type=sizes, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     _add_list(option, "--dtypes", DTYPES, "dtype", default=("float32",))
