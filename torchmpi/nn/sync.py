@@ -75,7 +75,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
 def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
     """Copy the tensors of `root` to all ranks."""
     tensors = _fused(replica)
-    if _is_within_host(tensors, comm):
+    if are_within_host(tensors, comm):
         for tensor in tensors:
             collectives.broadcast(tensor, root, comm=comm)
         return
@@ -91,7 +91,7 @@ def _copy_or_average(replica: Replica, comm: Communicator) -> None:
     _finish([launch(tensor) for tensor in _fused(replica)])
 
 
-def _is_within_host(tensors: Sequence[Tensor], comm: Communicator) -> bool:
+def are_within_host(tensors: Sequence[Tensor], comm: Communicator) -> bool:
     """Return whether the cores of the ranks do all the work of calls with these tensors, so that none runs beside."""
     return comm.intra.status_board is not None and all(tensor.is_cpu for tensor in tensors)
 
