@@ -83,12 +83,25 @@ def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
 
 
 def _copy_or_average(replica: Replica, comm: Communicator) -> None:
+    tensors = _fused(replica)
+    if are_within_host(tensors, comm):
+        for tensor in tensors:
+            if _has_average(tensor):
+                collectives.allreduce(tensor, op="avg", comm=comm)
+            else:
+                collectives.broadcast(tensor, comm=comm)
+        return
+
     def launch(tensor: Tensor) -> Callable[[], object]:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if _has_average(tensor):
             return collectives.allreduce_async(tensor, op="avg", comm=comm).wait
         return collectives.broadcast_async(tensor, 0, comm=comm).wait
 
-    _finish([launch(tensor) for tensor in _fused(replica)])
+    _finish([launch(tensor) for tensor in tensors])
+
+
+def _has_average(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def are_within_host(tensors: Sequence[Tensor], comm: Communicator) -> bool:
