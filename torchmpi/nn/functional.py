@@ -206,7 +206,7 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
 
 
 def _alltoall_of_even_parts(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Exchange even parts in one call, which does not tell the numbers of rows of the others; backward asks for them."""
+    """Exchange even parts in one call, which does not tell the numbers of rows of the others; backward asks them."""
     num_rows = tensor.shape[0]
 
     def exchanged(values: Tensor) -> Tensor:
