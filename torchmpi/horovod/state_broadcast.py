@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import collectives
 from ..argument_types import checks_types
 from ..errors import kind_of
-from ..nn.sync import are_within_host
+from ..nn.sync import are_on_host
 from .data_movement import broadcast_async_, broadcast_into
 from .exceptions import internal_errors
 from .operation_table import synchronize
@@ -109,8 +109,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _broadcast_in_place(named: Sequence[tuple[str | None, Tensor]], root_rank: int) -> None:
-    """Copy tensors of one rank to all ranks: between hosts, several at once."""
-    if are_within_host([tensor for _, tensor in named], member_of(global_process_set)):
+    """Copy tensors of one rank to all ranks; those on a GPU at once."""
+    if are_on_host([tensor for _, tensor in named]):
         for name, tensor in named:
             broadcast_into(tensor, root_rank, global_process_set).run(name)
         return
