@@ -72,10 +72,13 @@ def checks_types(function: _Function) -> _Function:
         name for name, each in parameters.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    accepted: set[tuple[str, type]] = set()  # so that a call in a loop costs a fraction of a microsecond
+    # So that a call in a loop costs a fraction of a microsecond: arguments, and whole calls, of which the types decide.
+    accepted: set[tuple[str, type]] = set()
+    accepted_calls: set[tuple[type | str, ...]] = set()
 
-    @functools.wraps(function)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def check(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Refuse arguments; return whether their types decide."""
+        is_by_types = True
         for name, value in (*zip(names, arguments, strict=False), *named.items()):
             if (name, type(value)) in accepted:
                 continue
@@ -84,9 +87,20 @@ def checks_types(function: _Function) -> _Function:
                     raise ArgumentError(_message(_shown(function, arguments), function, name, value, kind))
                 if kind.is_by_type or isinstance(value, _DECIDED_BY_TYPE):
                     accepted.add((name, type(value)))
+                else:
+                    is_by_types = False
             elif name not in parameters and not takes_all:
                 shown = _shown(function, arguments)
                 raise unknown_keyword(function, {name: value}, shown=shown, is_collective=False)
+        return is_by_types
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        types: tuple[type | str, ...] = tuple(map(type, arguments))
+        if named:
+            types = (*types, *named, *map(type, named.values()))
+        if types not in accepted_calls and check(arguments, named):
+            accepted_calls.add(types)
         return function(*arguments, **named)
 
     return cast(_Function, checked)

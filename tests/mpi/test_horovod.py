@@ -178,6 +178,37 @@ def test_moving_collectives(agree):
     agree(0 <= hvd.join() < n)
 
 
+def test_an_alltoall_of_even_parts(agree):
+    """It is one call; ranks may pass different numbers of rows, and names change nothing."""
+    n, rank = hvd.size(), hvd.rank()
+    rows = torch.full((n * (rank + 1), 2), rank)
+    expected = torch.tensor([[sender] * 2 for sender in range(n) for _ in range(sender + 1)])
+    last_call = mpi.communicator(0).intra.call_log
+    before = last_call.seq
+    agree.equal(hvd.alltoall(rows), expected)
+    agree.equal(last_call.seq - before, 1, "calls")
+    agree.equal(hvd.alltoall(rows, name="parts"), expected, "with a name")
+    agree.equal(hvd.alltoall(rows.t().contiguous().t()), expected, "not contiguous")
+    agree.equal(hvd.alltoall(rows.double().requires_grad_()).detach(), expected.double(), "recorded")
+    agree.equal(hvd.synchronize(hvd.alltoall_async(rows))[1].tolist(), list(range(1, n + 1)), "numbers of rows")
+    if n > 1:
+        agree.raises(ValueError, lambda: hvd.alltoall(torch.ones(n + 1)), "evenly")
+        one_passes_splits = (
+            (lambda: hvd.alltoall(torch.ones(n), [1] * n)) if rank else lambda: hvd.alltoall(torch.ones(n))
+        )
+        agree.raises(hvd.HorovodInternalError, one_passes_splits, "alltoall_splits(")
+        agree.equal(hvd.alltoall(torch.full((n,), rank)), torch.arange(n), "the ranks go on")
+
+
+def test_scattered_averages_of_integers_are_truncated(agree):
+    n = hvd.size()
+    values = torch.full((n,), -3) if hvd.rank() == 0 else torch.zeros(n, dtype=torch.int64)
+    expected = torch.div(torch.tensor([-3]), n, rounding_mode="trunc")
+    agree.equal(hvd.reducescatter(values), expected)
+    agree.equal(hvd.reducescatter(values, name="integers"), expected)
+    agree.equal(hvd.reducescatter(values, op=hvd.Sum), torch.tensor([-3]))
+
+
 def test_gradients_are_those_of_horovod(agree):
     n, rank = hvd.size(), hvd.rank()
 
@@ -537,6 +568,8 @@ def test_timeline(agree, tmp_path, monkeypatch):
     path = tmp_path / "timeline.json"
     hvd.start_timeline(str(path), mark_cycles=True)
     hvd.allreduce(torch.ones(3), name="traced")
+    parts = hvd.alltoall(torch.full((hvd.size(),), hvd.rank()))
+    agree.equal(parts, torch.arange(hvd.size()), "the call of rank 0, which is recorded, is that of the other ranks")
     hvd.barrier()
     if hvd.rank() == 0:
         end = time.monotonic() + 60
@@ -550,7 +583,7 @@ def test_timeline(agree, tmp_path, monkeypatch):
         names = [event.get("name") for event in events]
         agree("start_time_since_epoch_in_micros" in events[0]["args"])
         agree("allreduce" in [event["name"] for event in events if event.get("cat") == "collective"], "the recorder's")
-        agree({"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(names), str(names))
+        agree({"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "ALLTOALL", "CYCLE_START"} <= set(names), str(names))
         agree("allreduce.traced" in [event["args"].get("name") for event in events if event.get("args")])
         (done,) = [event for event in events if event["name"] == "ALLREDUCE"]
         agree.equal((done["args"]["dtype"], done["args"]["shape"]), ("torch.float32", "[3]"))

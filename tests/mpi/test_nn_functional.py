@@ -57,6 +57,8 @@ FUNCTIONS = {
     "reduce_scatter": F.reduce_scatter,
     "reduce_scatter avg": lambda x: F.reduce_scatter(x, op="avg"),
     "alltoall": F.alltoall,
+    "alltoall of a number of rows that cannot be divided": lambda x: F.alltoall(x[1:]),
+    "alltoall of different lengths": lambda x: F.alltoall(x[mpi.rank() :]),
     "alltoall with splits": _uneven_alltoall,
     "sendreceive": lambda x: F.sendreceive(x, (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()),
 }
@@ -126,6 +128,7 @@ def test_refusals(agree):
     agree.raises(ArgumentError, lambda: F.allreduce(x, op="max"), "'sum' or 'avg'")
     agree.raises(ArgumentError, lambda: F.reduce_scatter(x, op="prod"), "'sum' or 'avg'")
     agree.raises(ArgumentError, lambda: F.alltoall(x, [1] * (mpi.size() + 1)), "one number of rows for each rank")
+    agree.raises(ArgumentError, lambda: F.alltoall(x[0]), "one number of rows for each rank")
     if mpi.size() > 1:
         shape = (2,) if mpi.rank() else (3,)
         agree.raises(MismatchError, lambda: F.allreduce(torch.ones(shape, requires_grad=True)))

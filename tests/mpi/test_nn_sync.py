@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from helpers.nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
@@ -75,6 +77,25 @@ def test_a_different_net_on_one_rank_is_an_error_on_all(agree):
     error = error_of(mpinn.synchronize_parameters, net)
     agree("'1.weight' float32 [2, 4]" in error and f"rank {mpi.size() - 1}" in error, error)
     agree.equal(net[0].weight.detach(), before, "nothing is sent")
+
+
+@pytest.mark.min_ranks(2)
+def test_nets_whose_tensors_differ_in_names_only_are_refused(agree):
+    names = ("first", "last") if mpi.rank() else ("last", "first")
+    net = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
+    agree.raises(ReplicaError, lambda: mpinn.synchronize_parameters(net), "'last.weight'", "'first.weight'")
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[2 if mpi.rank() else 1].weight = tied[0].weight
+    agree.raises(ReplicaError, lambda: mpinn.synchronize_parameters(tied), "'1.bias'", "'1.weight'")
+
+
+def test_modules_without_tensors_may_differ(agree):
+    net = nn.Sequential(nn.Linear(2, 2))
+    if mpi.rank() == 0:
+        net.add_module("shown", nn.Dropout())
+    expected = everywhere(net[0].weight)[0]
+    mpinn.synchronize_parameters(net)
+    agree.equal(net[0].weight.detach(), expected)
 
 
 def test_lazy_parameters_are_refused(agree):

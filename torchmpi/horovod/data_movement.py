@@ -153,13 +153,19 @@ def broadcast_(
     return tensor
 
 
+def check_even(tensor: Tensor, comm: Communicator) -> None:
+    """Raise unless each rank gets as many rows."""
+    check_rows("alltoall", [tensor])
+    if tensor.shape[0] % comm.size:
+        raise ValueError(f"alltoall: {tensor.shape[0]} rows cannot be divided evenly by {comm.size}. Pass splits.")
+
+
 def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]:
     """Return the number of rows for each rank."""
-    check_rows("alltoall", [tensor])
     if splits is None:
-        if tensor.shape[0] % comm.size:
-            raise ValueError(f"alltoall: {tensor.shape[0]} rows cannot be divided evenly by {comm.size}. Pass splits.")
+        check_even(tensor, comm)
         return [tensor.shape[0] // comm.size] * comm.size
+    check_rows("alltoall", [tensor])
     if isinstance(splits, Tensor) and (splits.dtype is not torch.int32 or splits.dim() != 1):
         raise ValueError(f"alltoall: splits must be a list, or a 1-dim tensor of int32, not of {splits.dtype}.")
     numbers = [int(each) for each in splits]
@@ -168,6 +174,13 @@ def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]
             f"alltoall: splits={numbers} needs one number for each of {comm.size} ranks, and {tensor.shape[0]} rows."
         )
     return numbers
+
+
+def even_alltoall(tensor: Tensor, process_set: ProcessSet) -> NamedOperation:
+    """Return the exchange of equal parts of rows, in one call instead of two; its result: the received rows."""
+    comm = member_of(process_set)
+    run, start = partial(collectives.alltoall, comm=comm), partial(collectives.alltoall_async, comm=comm)
+    return EachTensor("alltoall", process_set, [tensor], run, start)
 
 
 def alltoall(tensor: Tensor, splits: Any, process_set: ProcessSet) -> NamedOperation:

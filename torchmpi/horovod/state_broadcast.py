@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from .. import collectives
 from ..argument_types import checks_types
 from ..errors import kind_of
-from .data_movement import broadcast_async_
+from ..nn.sync import are_on_host
+from .data_movement import broadcast_async_, broadcast_into
 from .exceptions import internal_errors
 from .operation_table import synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
@@ -104,6 +105,15 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
                 f"broadcast_parameters(): the entry {name!r} is of type {type(value).__name__}. Pass tensors only; "
                 "broadcast_object() copies other values."
             )
+    _broadcast_in_place(named, root_rank)
+
+
+def _broadcast_in_place(named: Sequence[tuple[str | None, Tensor]], root_rank: int) -> None:
+    """Copy tensors of one rank to all ranks; those on a GPU at once."""
+    if are_on_host([tensor for _, tensor in named]):
+        for name, tensor in named:
+            broadcast_into(tensor, root_rank, global_process_set).run(name)
+        return
     for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in named]:
         synchronize(handle)
 
@@ -157,8 +167,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
                 optimizer.state.pop(parameter, None)
             else:
                 optimizer.state[parameter] = _with_tensors(entries, parameter, tensors)
-    for handle in [broadcast_async_(tensor, root_rank) for tensor in tensors]:
-        synchronize(handle)
+    _broadcast_in_place([(None, tensor) for tensor in tensors], root_rank)
 
 
 def _with_forms(value: Any, tensors: list[Tensor]) -> Any:

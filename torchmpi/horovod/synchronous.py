@@ -10,13 +10,17 @@ from torch import Tensor
 
 from .. import collectives
 from ..argument_types import checks_types
+from ..communicators.communicator import Communicator
+from ..errors import TorchMPIError
 from ..nn import functional
+from ..tensors.dtypes import DIVISIBLE_INTEGERS
+from ..timeline import events
 from . import data_movement, mpi_ops
 from .compressors import Compression, Compressor
-from .exceptions import HorovodInternalError, internal_errors
+from .exceptions import HorovodInternalError, internal_errors, refuse
 from .operation_table import first
 from .process_sets import ProcessSet, global_process_set, member_of
-from .scaling import Average, Sum, scaled_copy
+from .scaling import NAMES, Average, Sum, scaled_copy, values_of
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -44,6 +48,20 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1 else tensor * factor
+
+
+def _is_native(tensor: Tensor, name: str | None) -> bool:
+    """Return whether a call is that of torchmpi alone: nothing shows its name, and no gradient is recorded."""
+    return name is None and events.recorder is None and not _is_recorded(tensor)
+
+
+def _native(call: Callable[..., Tensor], tensor: Tensor, comm: Communicator, **options: Any) -> Tensor:
+    """Make a call of torchmpi; its errors are Horovod's."""
+    try:
+        return call(values_of(tensor), comm=comm, **options)
+    except TorchMPIError as error:
+        refuse(error)
+        raise
 
 
 @checks_types
@@ -154,10 +172,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Example:
         everything = hvd.allgather(torch.tensor([hvd.rank()]))
     """
+    comm = member_of(process_set)
+    data_movement.check_rows("allgather", [tensor])
+    if _is_native(tensor, name):
+        return _native(collectives.allgather, tensor, comm)
     if not _is_recorded(tensor):
         return first(data_movement.gather("allgather", [tensor], process_set).run(name))
-    data_movement.check_rows("allgather", [tensor])
-    comm = member_of(process_set)
     with internal_errors():
         return functional.allgather(_with_gradient_times(1 / comm.size, tensor), comm=comm)
 
@@ -231,15 +251,21 @@ def alltoall(
     Example:
         rows, received_splits = hvd.alltoall(rows, splits=[1, 2])
     """
+    comm = member_of(process_set)
+    if splits is None:
+        data_movement.check_even(tensor, comm)
+        if _is_native(tensor, name):
+            return _native(collectives.alltoall, tensor, comm)
+        if not _is_recorded(tensor):
+            return first(data_movement.even_alltoall(tensor, process_set).run(name))
+        with internal_errors():
+            return functional.alltoall(tensor, comm=comm)
     if not _is_recorded(tensor):
         rows, received = data_movement.alltoall(tensor, splits, process_set).run(name)
-        return rows if splits is None else (rows, received)
-    comm = member_of(process_set)
+        return rows, received
     numbers = data_movement.checked_splits(tensor, splits, comm)
     with internal_errors():
         rows = functional.alltoall(tensor[: sum(numbers)], numbers, comm=comm)
-        if splits is None:
-            return rows
         received = collectives.alltoall(torch.tensor(numbers, dtype=torch.int32, device="cpu"), comm=comm)
     return rows, received.to(splits.device) if isinstance(splits, Tensor) else received
 
@@ -285,12 +311,15 @@ def reducescatter(
 def _scattered(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
-    if not _is_recorded(tensor):
-        return first(data_movement.scatter("reducescatter", [tensor], op, factors, process_set).run(name))
-    data_movement.check_rows("reducescatter", [tensor])
+    comm, (before, after) = member_of(process_set), factors
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter: op must be hvd.Average or hvd.Sum.")
-    comm, (before, after) = member_of(process_set), factors
+    data_movement.check_rows("reducescatter", [tensor])
+    is_divided_after = op == Average and tensor.dtype in DIVISIBLE_INTEGERS
+    if before == after == 1 and not is_divided_after and _is_native(tensor, name):
+        return _native(collectives.reduce_scatter, tensor, comm, op=NAMES[op])
+    if not _is_recorded(tensor):
+        return first(data_movement.scatter("reducescatter", [tensor], op, factors, process_set).run(name))
     with internal_errors():
         part = functional.reduce_scatter(
             _times(_with_gradient_times(comm.size, tensor), before), op="avg" if op == Average else "sum", comm=comm

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import collectives
 from ..collectives import exchange
+from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, rank_prefix
 from ..session import runtime
@@ -177,7 +178,8 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
 
     Args:
         tensor: The tensor to split. The length of dim 0 may differ between ranks.
-        splits: How many rows of dim 0 each rank gets; None to split evenly, the first ranks get one row more.
+        splits: How many rows of dim 0 each rank gets, on all ranks or on none; None to split evenly, the first ranks
+            get one row more.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
@@ -191,9 +193,9 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
         tokens = mpinn.functional.alltoall(tokens, splits=tokens_per_expert)
     """
     group = runtime.communicator(comm).intra
-    if splits is None:
-        splits = [length for _, length in partition.even_partition(tensor.shape[0] if tensor.dim() else 0, group.size)]
-    sent = exchange.check_splits(group, tensor, splits)
+    if splits is None and tensor.dim():
+        return _alltoall_of_even_parts(tensor, runtime.communicator(comm))
+    sent = exchange.check_splits(group, tensor, () if splits is None else splits)
     received: list[int] = []
 
     def exchanged(values: Tensor) -> Tensor:
@@ -201,6 +203,23 @@ def alltoall(tensor: Tensor, splits: Iterable[int] | None = None, *, comm: Comm 
         return rows
 
     return linear_map(tensor, exchanged, lambda gradient: exchange.alltoall_rows(group, gradient, received)[0])
+
+
+def _alltoall_of_even_parts(tensor: Tensor, comm: Communicator) -> Tensor:
+    """Exchange even parts in one call, which does not tell the numbers of rows of the others; backward asks them."""
+    num_rows = tensor.shape[0]
+
+    def exchanged(values: Tensor) -> Tensor:
+        return collectives.alltoall(values.detach(), comm=comm)
+
+    def returned(gradient: Tensor) -> Tensor:
+        lengths = collectives.allgather(num_rows, comm=comm)
+        if len(set(lengths)) == 1:  # then the parts to return are even too
+            return exchanged(gradient)
+        received = [partition.part_of(length, comm.size, comm.rank)[1] for length in lengths]
+        return exchange.alltoall_rows(comm.intra, gradient, received)[0]
+
+    return linear_map(tensor, exchanged, returned)
 
 
 def sendreceive(tensor: Tensor, src: int, dst: int, *, comm: Comm = None) -> Tensor:

@@ -120,7 +120,7 @@ class GradientReduction(NamedTuple):
         parameter.grad = total.coalesce()
 
 
-_WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Compression = Literal["fp16", "bf16"] | GradientCompressor
 
 
@@ -131,8 +131,13 @@ class GradientTransport(NamedTuple):
     compressor: GradientCompressor | None = None
 
 
+_AS_THEY_ARE = GradientTransport()
+
+
 def transport(compression: Compression | None) -> GradientTransport:
     """Return how gradients are sent."""
+    if compression is None:
+        return _AS_THEY_ARE
     if isinstance(compression, GradientCompressor):
         return GradientTransport(None, compression)
     if compression not in _WIRES:

@@ -59,18 +59,19 @@ class GradientList:
     Attributes:
         parameters: The parameters.
         tensors: Their gradients; None where there is none.
+        is_dense: Whether each parameter has a dense gradient.
         is_on_host: Whether all parameters are in host memory.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
         self.tensors: list[Tensor | None] = []
-        self.is_on_host = True
-        self._codes: list[int] = []
+        self.is_dense = self.is_on_host = True
         for parameter in parameters:
             gradient = parameter.grad
             self.tensors.append(gradient)
-            self._codes.append(0 if gradient is None else _DENSE if gradient.layout is torch.strided else _SPARSE)
+            if gradient is None or gradient.layout is not torch.strided:
+                self.is_dense = False
             if not parameter.is_cpu:
                 self.is_on_host = False
 
@@ -99,19 +100,21 @@ class GradientList:
             ReplicaError: The nets of the ranks have different numbers of parameters, or other ones are frozen.
         """
         state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0) | (_CHANGED if changed else 0)
-        if changed:
-            for index, parameter in enumerate(self.parameters):
-                self._codes[index] |= _CHANGED if id(parameter) in changed else 0
-        codes = reused_memory.take(torch.uint8, len(self._codes) + len(_NOTHING_FROZEN) + 1)
-        codes.array.data[:] = bytes((*self._codes, *self._frozen(replica), state))
+        present = bytes([_DENSE]) * len(self.tensors) if self.is_dense and not changed else self._flags(changed)
+        given = present + self._frozen(replica) + bytes([state])
+        codes = reused_memory.take(torch.uint8, len(given))
+        codes.array.data[:] = given
         try:
             collectives.allreduce(codes.tensor, op="bor", comm=comm)
         except MismatchError as error:
             if difference := _difference_of_nets(error, replica, self.parameters):
                 raise ReplicaError(f"rank {comm.rank}: {difference}") from None
             raise
-        flags: list[int] = codes.array.tolist()
+        found = codes.array.tobytes()
         codes.give_back()
+        if found == given and self.is_dense and not (failed or changed):  # no rank has told anything else
+            return Presence(self.parameters, (), False, scattered, False, ())
+        flags = list(found)
         state, frozen = flags.pop(), flags[len(self.parameters) :]
         del flags[len(self.parameters) :]
         if any(map(int.__and__, frozen, frozen[len(frozen) // 2 :])):
@@ -135,6 +138,14 @@ class GradientList:
             dense = [parameter for parameter, flag in pairs if flag == _DENSE]
             sparse = [parameter for parameter, flag in pairs if flag == _SPARSE]
         return Presence(dense, sparse, bool(state & _FAILED), bool(state & _SCATTERED), bool(state & _CHANGED), altered)
+
+    def _flags(self, changed: Collection[int]) -> bytes:
+        """Return the byte of each parameter."""
+        flags = []
+        for parameter, gradient in zip(self.parameters, self.tensors, strict=True):
+            flag = 0 if gradient is None else _DENSE if gradient.layout is torch.strided else _SPARSE
+            flags.append(flag | (_CHANGED if id(parameter) in changed else 0))
+        return bytes(flags)
 
     def _frozen(self, replica: Replica) -> bytes:
         """Return a checksum of which parameters of `replica` are frozen, and its complement.

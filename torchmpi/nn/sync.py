@@ -75,7 +75,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
 def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
     """Copy the tensors of `root` to all ranks."""
     tensors = _fused(replica)
-    if _is_within_host(tensors, comm):
+    if are_on_host(tensors):
         for tensor in tensors:
             collectives.broadcast(tensor, root, comm=comm)
         return
@@ -83,17 +83,30 @@ def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
 
 
 def _copy_or_average(replica: Replica, comm: Communicator) -> None:
+    tensors = _fused(replica)
+    if are_on_host(tensors):
+        for tensor in tensors:
+            if _has_average(tensor):
+                collectives.allreduce(tensor, op="avg", comm=comm)
+            else:
+                collectives.broadcast(tensor, comm=comm)
+        return
+
     def launch(tensor: Tensor) -> Callable[[], object]:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if _has_average(tensor):
             return collectives.allreduce_async(tensor, op="avg", comm=comm).wait
         return collectives.broadcast_async(tensor, 0, comm=comm).wait
 
-    _finish([launch(tensor) for tensor in _fused(replica)])
+    _finish([launch(tensor) for tensor in tensors])
 
 
-def _is_within_host(tensors: Sequence[Tensor], comm: Communicator) -> bool:
-    """Return whether the cores of the ranks do all the work of calls with these tensors, so that none runs beside."""
-    return comm.intra.status_board is not None and all(tensor.is_cpu for tensor in tensors)
+def _has_average(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def are_on_host(tensors: Sequence[Tensor]) -> bool:
+    """Return whether calls with these tensors run one after the other, so that to begin them at once gains nothing."""
+    return all(tensor.is_cpu for tensor in tensors)
 
 
 def _fused(replica: Replica) -> list[Tensor]:
