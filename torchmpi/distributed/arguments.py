@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -16,6 +17,7 @@ from ..tensors.dtypes import DIVISIBLE_INTEGERS
 from ..tensors.modes import are_watching
 from ..tensors.operation_specs import OPERATIONS
 from . import dispatched_calls
+from .torch_calls import Arguments
 from .torch_names import Options, ReduceOp, WithoutFunctionModes, factor_of, has_function_mode, new_options
 
 Entry = TypeVar("Entry")
@@ -106,26 +108,50 @@ def apart_from_modes(method: Method) -> Method:
     return cast(Method, call)
 
 
-def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Method], Method]:
-    """Let a method accept both of torch's overloads.
+def repeated(form: Arguments, kind: type[Any], *fields: str) -> Callable[[Method], Method]:
+    """Make the calls of a method that are like earlier ones by machine code, before all checks of their arguments.
 
-    The first one, which the method has, takes lists, with one entry per device of the rank, and options. The second one
-    takes single tensors in the place of these lists, and fields in the place of the options.
+    The method also accepts both overloads of torch. The first one, which it has, takes lists, with one entry per device
+    of the rank, and options. The second one takes single tensors in the place of these lists, and `fields` in the place
+    of the options. A method without them takes tensors, and options that may be left out.
     """
 
     def decorate(method: Any) -> Any:
-        method = apart_from_modes(method)
+        signature = inspect.signature(method)
+        _, *of_tensors, of_options = signature.parameters
+        num_arguments = len(of_tensors) + 1
+
+        def in_order(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+            """Return the arguments of the first overload."""
+            if not fields:
+                bound = signature.bind(group, *arguments, **named)
+                bound.apply_defaults()
+                return bound.args[1:]
+            named = dict(zip((*of_tensors, of_options), arguments, strict=False)) | named
+            missing = [name for name in of_tensors if name not in named]
+            if missing:
+                raise TypeError(f"{method.__name__}() needs {' and '.join(missing)}")
+            tensors = [named.pop(name) for name in of_tensors]
+            if any([isinstance(each, torch.Tensor) for each in tensors]):
+                tensors = [[each] if isinstance(each, torch.Tensor) or each else each for each in tensors]
+            options = named.pop(of_options, None)
+            if not isinstance(options, kind):
+                given = dict(zip(fields, (options, *arguments[num_arguments:]), strict=False))
+                options = options_of(kind, **given | named)
+            return *tensors, options
 
         @functools.wraps(method)
         def call(group: Any, *arguments: Any, **named: Any) -> Any:
-            if named or len(arguments) != num_tensors + 1 or type(arguments[-1]) is not kind:
-                tensors, given = arguments[:num_tensors], arguments[num_tensors:]
-                if any(isinstance(each, torch.Tensor) for each in tensors):
-                    tensors = tuple([each] if isinstance(each, torch.Tensor) or each else each for each in tensors)
-                options = named.pop("opts", None) or (given[0] if given and type(given[0]) is kind else None)
-                if options is None:
-                    options = options_of(kind, **dict(zip(fields, given, strict=False)), **named)
-                arguments = *tensors, options
+            if has_function_mode():
+                with WithoutFunctionModes():
+                    return call(group, *arguments, **named)
+            if named or len(arguments) != num_arguments or type(arguments[-1]) is not kind:
+                arguments = in_order(group, arguments, named)
+            work = group.repeat(form, arguments)
+            if work is not None:
+                return work
+            if are_watching() and not dispatched_calls.below.is_running:
+                return dispatched_calls.call(method.__name__, group, arguments)
             return method(group, *arguments)
 
         return call

@@ -19,13 +19,13 @@ from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
-from ..tensors.modes import get_tracing_state
+from ..tensors.modes import are_watching, get_tracing_state
 from ..timeline import events
-from . import membership
+from . import bucket_memory, membership
 from .arguments import divide, is_composed, op_name, scaled
 from .properties import GroupProperties
 from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
-from .torch_calls import FORMS, TorchCall
+from .torch_calls import FORMS, Arguments, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
 
@@ -51,11 +51,73 @@ class GroupExecution(GroupProperties):
         # machine code polls for its messages, and can be ended.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         self._works = GroupWorks(partial(awaited_ranks, self._group))
+        self._may_share = True
+        """False once a bucket of DDP could not be moved to shared memory."""
+        self._shared: set[int] = set()
+        """The addresses of those that were."""
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of the group."""
         return self._communicator
+
+    def repeat(self, form: Arguments, arguments: Sequence[Any]) -> dist.Work | None:
+        """Make a call like an earlier one by machine code; return None if Python must make it, after its checks.
+
+        Machine code looks whether the tensors are plain, of one dtype and apart, and whether their lengths fit, and
+        ends at the timeout of the group. So this is before the checks of the arguments.
+        """
+        options = arguments[-1]
+        if options.timeout > _NO_LIMIT or any(arguments[form.num_tensors : -1]):  # sizes of parts
+            return None
+        group, number, root = self._group, None, 0
+        if form.is_rooted:
+            root = options.rootRank
+            if getattr(options, "rootTensor", 0):
+                return None
+        if form.reduces:
+            number = hash(options.reduceOp)
+        given_at, received_at = form.places[root == group.rank]
+        given: Any = None
+        received: Any = None
+        if given_at is not None and (given := form.rows_at(given_at, arguments)) is None:
+            return None
+        if received_at is not None and (received := form.rows_at(received_at, arguments)) is None:
+            return None
+        first = received if given is None else given
+        if type(first) is list and first:
+            first = first[0]
+        call: TorchCall | None = group.plans.get((form.name, number, getattr(first, "dtype", None), root))
+        if call is None:
+            return None
+        if form.looks_at_memory and not self._is_memory(form.name, given if call.changes else received):
+            return None
+        if not is_asynchronous(options):
+            return None if call.entry(given, received, call, group, None) is None else COMPLETED
+        if form.may_be_bucket and self._may_be_moved(given):
+            return None
+        if call.find(given, received, call, group, None) is None:
+            return None
+        outputs = given if received is None else received
+        tensors = outputs if type(outputs) is list else [] if outputs is None else [outputs]
+        return PendingWork(call.begin(given, received), tensors, self._works)
+
+    def _is_memory(self, name: str, written: Rows | None) -> bool:
+        """Raise if a tensor that is written is in read-only memory; return False if it may have no memory."""
+        if written is None:
+            return True
+        for tensor in written if isinstance(written, list) else (written,):
+            seen = writable.known.get(id(tensor))
+            if seen is None or seen() is not tensor:
+                if are_watching():
+                    return False
+                writable.refuse_read_only(self._where, name, tensor)
+        return True
+
+    def _may_be_moved(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor would be moved to shared memory if it was a bucket of DDP."""
+        is_long = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
+        return is_long and tensor.data_ptr() not in self._shared
 
     def _on_plain(
         self,
@@ -72,7 +134,7 @@ class GroupExecution(GroupProperties):
         may be empty, one tensor, or several that are rows.
         """
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
-        number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
+        number = None if reduction is None else hash(reduction)
         calls, key = self._group.plans, (name, number, dtype, root)
         call: TorchCall | None = calls.get(key)
         if call is None:
@@ -85,14 +147,6 @@ class GroupExecution(GroupProperties):
         if options.timeout > _NO_LIMIT:
             return None
         writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
-        # Machine code looks whether the tensors are plain, and ends at the timeout.
-        sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
-        received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
-        if is_asynchronous(options):
-            if call.find(sent, received, call, self._group, None) is not None:
-                return PendingWork(call.begin(sent, received), list(outputs or given), self._works)
-        elif call.run_fast(sent, received) is not None:
-            return COMPLETED
         self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given) if given else None
@@ -108,11 +162,12 @@ class GroupExecution(GroupProperties):
         runtime.current()  # raises in a forked child
         return self._work(call.begin(source, target), list(outputs or given), options)
 
-    def _exchanged(
-        self, call: PartsExchange, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
-    ) -> bool:
+    def _exchanged(self, given: Tensors, received: Tensors, written: Tensors, options: CallOptions) -> bool:
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
         if is_asynchronous(options) or options.timeout > _NO_LIMIT:
+            return False
+        call = PartsExchange.known(self._group, received[0].dtype)
+        if call is None:
             return False
         writable.refuse_read_only(self._where, "all_to_all", *written)
         if call.run_fast(given, received) is None:

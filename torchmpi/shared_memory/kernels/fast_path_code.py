@@ -120,14 +120,25 @@ def numel_of(tensor: DLTensor, dtype):
 
 
 @inner
-def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, dims: Words):
-    """Describe a tensor by another shape, of the same elements in order; return whether it can be."""
+def is_divisible(cached_call: CachedCallRecord, tensor: DLTensor):
+    """Return whether the first dimension has as many rows for each rank."""
+    return num_dims(tensor) > 0 and dim(tensor, 0) % group_of(cached_call.call).size == 0
+
+
+@inner
+def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, any_length, dims: Words):
+    """Describe a tensor by another shape, of the same elements in order; return whether it can be.
+
+    One that becomes flat has a first dimension that the ranks can divide, unless its parts may have `any_length`.
+    """
     if num_rows == 0:
         return True
     numel = plain_numel(cached_call, tensor)
     if numel < 0 or (num_rows != FLAT and numel % num_rows != 0):
         return False
     is_flat = num_rows == FLAT
+    if is_flat and not any_length and not is_divisible(cached_call, tensor):
+        return False
     row = 1 if is_flat else numel // num_rows
     dims[0], dims[1], dims[2] = numel if is_flat else num_rows, row, 1
     tensor.shape, tensor.strides = dims, Words(dims + FIELD_BYTES)
@@ -847,9 +858,9 @@ def entry(spec: FastPathKernel) -> Function:
                 return new_reference(path.none)
         else:
             arguments.given_parts = arguments.received_parts = Words(0)
-        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, given):
+        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, any_length, given):
             return new_reference(path.none)
-        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, received):
+        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, any_length, received):
             return new_reference(path.none)
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
@@ -878,18 +889,26 @@ def find_bound(path: FastPath, tensor, out, key, comm, backend):
     takes = (_TENSOR | _LIST if has_tensor else 0) | (_OUT | _OUT_LIST if has_out else 0)
     if not describe(path, tensor, out, takes, first, last, given_parts, received_parts):
         return leave_to_python(path)
-    cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm, backend)
+    source = first if has_tensor or not has_out else last
+    cached_call = find_cached_call(path.first_call, source, key, comm, backend)
     if not cached_call or cached_call.bound == 0:
         return new_reference(path.none)
-    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, True):
+    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, False):
         return new_reference(path.none)
-    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, True):
+    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, False):
+        return new_reference(path.none)
+    given, received = Words(_dims()), Words(_dims())
+    if has_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, False, given):
+        return new_reference(path.none)
+    if has_out and not take_as_rows(cached_call, last, cached_call.received_rows, False, received):
         return new_reference(path.none)
     if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):
         return new_reference(path.none)
     if has_tensor and has_out:
         if path.same_shapes and not have_one_shape(first, last):
             return new_reference(path.none)
+        if cached_call.given_rows != 0 and given[num_dims(first) - 1] != received[num_dims(last) - 1]:
+            return new_reference(path.none)  # rows of different lengths
         arguments = Arguments(_written())
         arguments.given_parts = parts_in(path, tensor, True, given_parts)
         arguments.received_parts = parts_in(path, out, True, received_parts)
