@@ -17,7 +17,6 @@ from ..tensors.dtypes import DIVISIBLE_INTEGERS
 from ..tensors.modes import are_watching
 from ..tensors.operation_specs import OPERATIONS
 from . import dispatched_calls
-from .torch_calls import Arguments
 from .torch_names import Options, ReduceOp, WithoutFunctionModes, factor_of, has_function_mode, new_options
 
 Entry = TypeVar("Entry")
@@ -108,55 +107,38 @@ def apart_from_modes(method: Method) -> Method:
     return cast(Method, call)
 
 
-def repeated(form: Arguments, kind: type[Any], *fields: str) -> Callable[[Method], Method]:
-    """Make the calls of a method that are like earlier ones by machine code, before all checks of their arguments.
+def in_order(method: Callable[..., Any], kind: type[Any], fields: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that returns the arguments of torch's first overload of a method, given those of any.
 
-    The method also accepts both overloads of torch. The first one, which it has, takes lists, with one entry per device
-    of the rank, and options. The second one takes single tensors in the place of these lists, and `fields` in the place
-    of the options. A method without them takes tensors, and options that may be left out.
+    The first one, which the method has, takes lists, with one entry per device of the rank, and options. The second one
+    takes single tensors in the place of these lists, and `fields` in the place of the options. A method without them
+    takes tensors, and options that may be left out.
     """
+    signature = inspect.signature(method)
+    _, *of_tensors, of_options = signature.parameters
 
-    def decorate(method: Any) -> Any:
-        signature = inspect.signature(method)
-        _, *of_tensors, of_options = signature.parameters
-        num_arguments = len(of_tensors) + 1
+    def bound(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        found = signature.bind(group, *arguments, **named)
+        found.apply_defaults()
+        return found.args[1:]
 
-        def in_order(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-            """Return the arguments of the first overload."""
-            if not fields:
-                bound = signature.bind(group, *arguments, **named)
-                bound.apply_defaults()
-                return bound.args[1:]
-            named = dict(zip((*of_tensors, of_options), arguments, strict=False)) | named
-            missing = [name for name in of_tensors if name not in named]
-            if missing:
-                raise TypeError(f"{method.__name__}() needs {' and '.join(missing)}")
-            tensors = [named.pop(name) for name in of_tensors]
-            if any([isinstance(each, torch.Tensor) for each in tensors]):
-                tensors = [[each] if isinstance(each, torch.Tensor) or each else each for each in tensors]
-            options = named.pop(of_options, None)
-            if not isinstance(options, kind):
-                given = dict(zip(fields, (options, *arguments[num_arguments:]), strict=False))
-                options = options_of(kind, **given | named)
-            return *tensors, options
+    def converted(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        if len(arguments) == len(of_tensors) and type(named.get(of_options)) is kind:
+            return *arguments, named[of_options]  # as torch calls barriers
+        given = dict(zip((*of_tensors, of_options), arguments, strict=False)) | named
+        missing = [name for name in of_tensors if name not in given]
+        if missing:
+            raise TypeError(f"{method.__name__}() needs {' and '.join(missing)}")
+        tensors = [given.pop(name) for name in of_tensors]
+        if any([isinstance(each, torch.Tensor) for each in tensors]):
+            tensors = [[each] if isinstance(each, torch.Tensor) or each else each for each in tensors]
+        options = given.pop(of_options, None)
+        if not isinstance(options, kind):
+            in_place = dict(zip(fields, (options, *arguments[len(tensors) + 1 :]), strict=False))
+            options = options_of(kind, **in_place | given)
+        return *tensors, options
 
-        @functools.wraps(method)
-        def call(group: Any, *arguments: Any, **named: Any) -> Any:
-            if has_function_mode():
-                with WithoutFunctionModes():
-                    return call(group, *arguments, **named)
-            if named or len(arguments) != num_arguments or type(arguments[-1]) is not kind:
-                arguments = in_order(group, arguments, named)
-            work = group.repeat(form, arguments)
-            if work is not None:
-                return work
-            if are_watching() and not dispatched_calls.below.is_running:
-                return dispatched_calls.call(method.__name__, group, arguments)
-            return method(group, *arguments)
-
-        return call
-
-    return decorate
+    return converted if fields else bound
 
 
 def op_name(reduction: Any, dtype: torch.dtype) -> Operation:

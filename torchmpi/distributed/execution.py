@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,20 +18,20 @@ from ..communicators.plan import PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes, writable
-from ..tensors.modes import are_watching, get_tracing_state
+from ..tensors.modes import get_tracing_state
 from ..timeline import events
 from . import bucket_memory, membership
 from .arguments import divide, is_composed, op_name, scaled
 from .properties import GroupProperties
-from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
-from .torch_calls import FORMS, Arguments, TorchCall
+from .repeated_calls import NO_LIMIT
+from .rows import deliver, empty_rows, in_memory, packed, result_rows
+from .torch_calls import FORMS, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
 
 Tensors = list[torch.Tensor]
 
 _REPORT_SECONDS = 10.0
-_NO_LIMIT = timedelta(0)
 _NAMES = {spec.torch_name: spec.name for spec in SPECS.values() if spec.torch_name}
 _NAMES |= {"allreduce_coalesced": "allreduce", "all_to_all_single": "alltoall"}
 """The names that collectives of torch have here, if they differ."""
@@ -61,60 +60,7 @@ class GroupExecution(GroupProperties):
         """The communicator of the group."""
         return self._communicator
 
-    def repeat(self, form: Arguments, arguments: Sequence[Any]) -> dist.Work | None:
-        """Make a call like an earlier one by machine code; return None if Python must make it, after its checks.
-
-        Machine code looks whether the tensors are plain, of one dtype and apart, and whether their lengths fit, and
-        ends at the timeout of the group. So this is before the checks of the arguments.
-        """
-        options = arguments[-1]
-        if options.timeout > _NO_LIMIT or any(arguments[form.num_tensors : -1]):  # sizes of parts
-            return None
-        group, number, root = self._group, None, 0
-        if form.is_rooted:
-            root = options.rootRank
-            if getattr(options, "rootTensor", 0):
-                return None
-        if form.reduces:
-            number = hash(options.reduceOp)
-        given_at, received_at = form.places[root == group.rank]
-        given: Any = None
-        received: Any = None
-        if given_at is not None and (given := form.rows_at(given_at, arguments)) is None:
-            return None
-        if received_at is not None and (received := form.rows_at(received_at, arguments)) is None:
-            return None
-        first = received if given is None else given
-        if type(first) is list and first:
-            first = first[0]
-        call: TorchCall | None = group.plans.get((form.name, number, getattr(first, "dtype", None), root))
-        if call is None:
-            return None
-        if form.looks_at_memory and not self._is_memory(form.name, given if call.changes else received):
-            return None
-        if not is_asynchronous(options):
-            return None if call.entry(given, received, call, group, None) is None else COMPLETED
-        if form.may_be_bucket and self._may_be_moved(given):
-            return None
-        if call.find(given, received, call, group, None) is None:
-            return None
-        outputs = given if received is None else received
-        tensors = outputs if type(outputs) is list else [] if outputs is None else [outputs]
-        return PendingWork(call.begin(given, received), tensors, self._works)
-
-    def _is_memory(self, name: str, written: Rows | None) -> bool:
-        """Raise if a tensor that is written is in read-only memory; return False if it may have no memory."""
-        if written is None:
-            return True
-        for tensor in written if isinstance(written, list) else (written,):
-            seen = writable.known.get(id(tensor))
-            if seen is None or seen() is not tensor:
-                if are_watching():
-                    return False
-                writable.refuse_read_only(self._where, name, tensor)
-        return True
-
-    def _may_be_moved(self, tensor: torch.Tensor) -> bool:
+    def may_be_moved(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor would be moved to shared memory if it was a bucket of DDP."""
         is_long = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
         return is_long and tensor.data_ptr() not in self._shared
@@ -127,11 +73,14 @@ class GroupExecution(GroupProperties):
         options: CallOptions,
         reduction: Any = None,
         root: int = 0,
+        *,
+        is_new: bool = False,
     ) -> dist.Work | None:
         """Make the native call; return None if it is not plain: for its tensors, its operation or a timeout of its own.
 
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
-        may be empty, one tensor, or several that are rows.
+        may be empty, one tensor, or several that are rows. `is_new`: machine code has not seen the call yet, which it
+        makes if it is synchronous and like an earlier one.
         """
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
         number = None if reduction is None else hash(reduction)
@@ -144,9 +93,11 @@ class GroupExecution(GroupProperties):
                     return None
                 op = op_name(reduction, dtype)
             call = calls[key] = TorchCall(self._communicator, name, op, dtype, root)
-        if options.timeout > _NO_LIMIT:
+        if options.timeout > NO_LIMIT:
             return None
         writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
+        if is_new and not is_asynchronous(options) and call.run_fast(*given, *outputs) is not None:
+            return COMPLETED
         self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given) if given else None
@@ -164,7 +115,7 @@ class GroupExecution(GroupProperties):
 
     def _exchanged(self, given: Tensors, received: Tensors, written: Tensors, options: CallOptions) -> bool:
         """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
-        if is_asynchronous(options) or options.timeout > _NO_LIMIT:
+        if is_asynchronous(options) or options.timeout > NO_LIMIT:
             return False
         call = PartsExchange.known(self._group, received[0].dtype)
         if call is None:

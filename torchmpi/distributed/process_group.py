@@ -33,7 +33,6 @@ from .arguments import (
     divide,
     is_composed,
     op_name,
-    repeated,
     run_on_all,
     scale,
     scaled,
@@ -41,8 +40,8 @@ from .arguments import (
 )
 from .call_hooks import HookedGroup
 from .execution import Tensors
+from .repeated_calls import repeated
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
-from .torch_calls import Arguments
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -58,8 +57,6 @@ from .torch_names import (
     is_asynchronous,
 )
 from .work import COMPLETED, PendingWork
-
-_ALL_TO_ALL = Arguments.of("all_to_all_single")
 
 
 class ProcessGroup(HookedGroup):
@@ -80,14 +77,14 @@ class ProcessGroup(HookedGroup):
 
     # --- Reductions -------------------------------------------------------------------------------------------------
 
-    @repeated(Arguments.of("all_reduce", are_listed=True), AllreduceOptions, "op", "timeout")
+    @repeated("all_reduce", AllreduceOptions, "op", "timeout", are_listed=True)
     def allreduce(  # type: ignore[override]
         self, tensors: Tensors, opts: AllreduceOptions
     ) -> dist.Work:
         """Reduce one tensor or several of all ranks, in place."""
         (tensor, *others), reduction = alike(tensors), opts.reduceOp
         if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
-            is_private = self._may_be_moved(tensor)
+            is_private = self.may_be_moved(tensor)
             if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
                 if is_private:
                     self._may_share = bucket_memory.share(tensor)
@@ -184,7 +181,7 @@ class ProcessGroup(HookedGroup):
             bucket_plan.unpack(flat, parts)
         divide(tensors, reduction, self.size())
 
-    @repeated(Arguments.of("reduce", are_listed=True), ReduceOptions, "root", "op", "timeout")
+    @repeated("reduce", ReduceOptions, "root", "op", "timeout", are_listed=True)
     def reduce(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: ReduceOptions
     ) -> dist.Work:
@@ -209,7 +206,7 @@ class ProcessGroup(HookedGroup):
 
         return self._launch(task, [tensor], [tensor], opts, "reduce", op, root)
 
-    @repeated(Arguments.of("reduce_scatter", are_listed=True), ReduceScatterOptions, "op", "timeout")
+    @repeated("reduce_scatter", ReduceScatterOptions, "op", "timeout", are_listed=True)
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions
     ) -> dist.Work:
@@ -236,7 +233,7 @@ class ProcessGroup(HookedGroup):
 
         return self._launch(task, parts, [output], opts, "reduce_scatter", op)
 
-    @repeated(Arguments.of("reduce_scatter"), ReduceScatterOptions)
+    @repeated("reduce_scatter", ReduceScatterOptions)
     def _reduce_scatter_base(  # type: ignore[override]
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
@@ -257,7 +254,7 @@ class ProcessGroup(HookedGroup):
 
     # --- Data movement ----------------------------------------------------------------------------------------------
 
-    @repeated(Arguments.of("broadcast", are_listed=True), BroadcastOptions, "root", "timeout")
+    @repeated("broadcast", BroadcastOptions, "root", "timeout", are_listed=True)
     def broadcast(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions
     ) -> dist.Work:
@@ -278,7 +275,7 @@ class ProcessGroup(HookedGroup):
             task = partial(run_on_all, task, [tensor, *tensors])
         return self._launch(task, [tensor, *tensors], [tensor, *tensors], opts, "broadcast", root=root)
 
-    @repeated(Arguments.of("all_gather", are_listed=True), AllgatherOptions, "timeout")
+    @repeated("all_gather", AllgatherOptions, "timeout", are_listed=True)
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> dist.Work:
@@ -320,7 +317,7 @@ class ProcessGroup(HookedGroup):
             work.value = outputs
         return work
 
-    @repeated(Arguments.of("all_gather"), AllgatherOptions)
+    @repeated("all_gather", AllgatherOptions)
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
@@ -347,7 +344,7 @@ class ProcessGroup(HookedGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    @repeated(Arguments.of("gather", are_listed=True), GatherOptions, "root", "timeout")
+    @repeated("gather", GatherOptions, "root", "timeout", are_listed=True)
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions
     ) -> dist.Work:
@@ -358,7 +355,7 @@ class ProcessGroup(HookedGroup):
             self._check_parts("gather", "output", parts, "input", tensor)
         return self._on_rows("gather", [tensor], parts, opts, root=opts.rootRank)
 
-    @repeated(Arguments.of("gather"), GatherOptions)
+    @repeated("gather", GatherOptions)
     def gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: GatherOptions = torch_names.GATHER
     ) -> dist.Work:
@@ -368,7 +365,7 @@ class ProcessGroup(HookedGroup):
             check_sizes(whole, input, self._size, self._where, "gather_single")
         return self._on_rows("gather", [input], outputs, opts, root=opts.rootRank)
 
-    @repeated(Arguments.of("scatter", are_listed=True), ScatterOptions, "root", "timeout")
+    @repeated("scatter", ScatterOptions, "root", "timeout", are_listed=True)
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions
     ) -> dist.Work:
@@ -387,7 +384,7 @@ class ProcessGroup(HookedGroup):
                 f"the {other} has {tensor.numel()}. Pass one like the {other} for each of the {self._size} ranks."
             )
 
-    @repeated(_ALL_TO_ALL, AllToAllOptions, "timeout")
+    @repeated("all_to_all_single", AllToAllOptions, "timeout")
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions
     ) -> dist.Work:
@@ -404,7 +401,7 @@ class ProcessGroup(HookedGroup):
         call = exchange.PartsExchange.of(self._group, outputs[0].dtype)
         return self._launch(partial(call.run_queued, inputs, outputs), inputs, outputs, opts, "all_to_all")
 
-    @repeated(_ALL_TO_ALL, AllToAllOptions)
+    @repeated("all_to_all_single", AllToAllOptions)
     def alltoall_base(  # type: ignore[override]
         self,
         output: torch.Tensor,
@@ -416,8 +413,8 @@ class ProcessGroup(HookedGroup):
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
         self._refuse_tracing("all_to_all_single")
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
-            work = self.repeat(_ALL_TO_ALL, (output, input, opts)) if output_split_sizes or input_split_sizes else None
-            work = work or self._on_plain("all_to_all_single", [input], [output], opts)
+            is_new = bool(output_split_sizes or input_split_sizes)
+            work = self._on_plain("all_to_all_single", [input], [output], opts, is_new=is_new)
             if work is not None:
                 return work
         what, own = f"{self._where}: all_to_all_single", self._group.rank
@@ -457,7 +454,7 @@ class ProcessGroup(HookedGroup):
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
-    @repeated(Arguments.of("barrier"), BarrierOptions, "timeout")
+    @repeated("barrier", BarrierOptions, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
         work = self._on_plain("barrier", (), (), opts)

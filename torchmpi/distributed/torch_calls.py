@@ -7,7 +7,7 @@ native call, bound to the fast path that runs it. What is not plain is copied ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,60 +63,6 @@ FORMS = {
     "barrier": Form("barrier", "barrier"),
 }
 """By the name in torch."""
-
-
-class Arguments(NamedTuple):
-    """Where the tensors of a call are among the arguments of a method that ends with torch's options.
-
-    >>> Arguments.of("gather", are_listed=True).places, Arguments.of("all_reduce").places[True]
-    (((1, None), (1, 0)), (0, None))
-    """
-
-    name: str
-    """The key of its form."""
-    num_tensors: int
-    places: tuple[tuple[int | None, int | None], tuple[int | None, int | None]]
-    """The positions of what a rank passes and of what it receives apart from that, for other ranks and for the root."""
-    are_listed: bool
-    """Whether each argument is a list of one entry, for the one device of the rank."""
-    is_rooted: bool
-    reduces: bool
-    may_be_bucket: bool
-    """Whether DDP reduces its buckets so."""
-    looks_at_memory: bool
-    """Whether repeated calls, too, are refused if they would write to read-only memory. Not those of an all_reduce: the
-    look at a new tensor takes half as long as a short call."""
-
-    @classmethod
-    def of(cls, name: str, *, are_listed: bool = False) -> Arguments:
-        """Return those of a collective. Of two tensors, the received one is the first."""
-        spec = SPECS[FORMS[name].collective]
-        num_tensors = 0 if not spec.tensors else 1 if spec.in_place else 2
-
-        def places(*, is_root: bool) -> tuple[int | None, int | None]:
-            if num_tensors < 2:
-                return (0 if num_tensors else None), None
-            return (1 if spec.passes(is_root) else None), (0 if spec.receives(is_root) else None)
-
-        return cls(
-            name,
-            num_tensors,
-            (places(is_root=False), places(is_root=True)),
-            are_listed,
-            spec.is_rooted,
-            spec.reduces,
-            spec.reduces_to_all,
-            not spec.reduces_to_all,
-        )
-
-    def rows_at(self, place: int, arguments: Sequence[Any]) -> Any:
-        """Return a tensor, or a list of tensors that is not the program's; None if there are more of them."""
-        rows = arguments[place]
-        if self.are_listed:
-            if len(rows) != 1:
-                return None
-            rows = rows[0]
-        return [*rows] if type(rows) is list else rows
 
 
 class TorchCall(BoundCall):
