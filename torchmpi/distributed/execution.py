@@ -79,8 +79,8 @@ class GroupExecution(GroupProperties):
         """Make the native call; return None if it is not plain: for its tensors, its operation or a timeout of its own.
 
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
-        may be empty, one tensor, or several that are rows. `is_new`: machine code has not seen the call yet, which it
-        makes if it is synchronous and like an earlier one.
+        may be empty, one tensor, or several that are rows. `is_new`: machine code has not seen the call yet, of one
+        tensor each.
         """
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
         number = None if reduction is None else hash(reduction)
@@ -96,8 +96,13 @@ class GroupExecution(GroupProperties):
         if options.timeout > NO_LIMIT:
             return None
         writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
-        if is_new and not is_asynchronous(options) and call.run_fast(*given, *outputs) is not None:
-            return COMPLETED
+        if is_new:
+            (sent,), (received,) = given, outputs
+            if is_asynchronous(options):
+                if call.find(sent, received, call, self._group, None) is not None:
+                    return PendingWork(call.begin(sent, received), [received], self._works)
+            elif call.run_fast(sent, received) is not None:
+                return COMPLETED
         self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given) if given else None
@@ -113,18 +118,22 @@ class GroupExecution(GroupProperties):
         runtime.current()  # raises in a forked child
         return self._work(call.begin(source, target), list(outputs or given), options)
 
-    def _exchanged(self, given: Tensors, received: Tensors, written: Tensors, options: CallOptions) -> bool:
-        """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
-        if is_asynchronous(options) or options.timeout > NO_LIMIT:
-            return False
+    def _exchanged(self, given: Tensors, received: Tensors, written: Tensors, options: CallOptions) -> dist.Work | None:
+        """Exchange parts by machine code; return None if Python must do it. `written`: what consists of parts."""
+        is_left = self._by_messages and is_asynchronous(options)  # the exchange in Python waits inside MPI
         call = PartsExchange.known(self._group, received[0].dtype)
-        if call is None:
-            return False
+        if call is None or is_left or options.timeout > NO_LIMIT:
+            return None
         writable.refuse_read_only(self._where, "all_to_all", *written)
+        if is_asynchronous(options):
+            if call.find(given, received, call, self._group, None) is None:
+                return None
+            handle = call.begin(given, received, lambda _: buffers.touch_all(written))
+            return PendingWork(handle, written, self._works)
         if call.run_fast(given, received) is None:
-            return False
+            return None
         buffers.touch_all(written)
-        return True
+        return COMPLETED
 
     def _on_copies(
         self, call: TorchCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

@@ -24,6 +24,7 @@ from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..tensors.modes import get_tracing_state
 from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
 from . import bucket_memory, monitored, torch_names, transfers
@@ -395,8 +396,8 @@ class ProcessGroup(HookedGroup):
                 work = self._on_plain("all_to_all_single", inputs, outputs, opts)
                 if work is not None:
                     return work
-            elif self._exchanged(inputs, outputs, outputs, opts):
-                return COMPLETED
+            elif (work := self._exchanged(inputs, outputs, outputs, opts)) is not None:
+                return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
         call = exchange.PartsExchange.of(self._group, outputs[0].dtype)
         return self._launch(partial(call.run_queued, inputs, outputs), inputs, outputs, opts, "all_to_all")
@@ -411,7 +412,8 @@ class ProcessGroup(HookedGroup):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
-        self._refuse_tracing("all_to_all_single")
+        if get_tracing_state() is not None:
+            self._refuse_tracing("all_to_all_single")
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
             is_new = bool(output_split_sizes or input_split_sizes)
             work = self._on_plain("all_to_all_single", [input], [output], opts, is_new=is_new)
@@ -421,8 +423,8 @@ class ProcessGroup(HookedGroup):
         sources = split(input, input_split_sizes, self._size, f"{what}: the input")
         parts = split(output, output_split_sizes, self._size, f"{what}: the output")
         is_whole = input.dtype is output.dtype and sources[own].numel() == parts[own].numel()
-        if is_whole and self._exchanged(sources, parts, [output], opts):
-            return COMPLETED  # machine code has looked whether the parts are plain
+        if is_whole and (work := self._exchanged(sources, parts, [output], opts)) is not None:
+            return work  # machine code has looked whether the parts are plain
         if not (is_whole and exchange.are_plain(input, output)):
             exchange.check(self._group, sources, parts, "all_to_all_single")
         call = exchange.PartsExchange.of(self._group, output.dtype)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..collective_specs import SPECS, CollectiveSpec
 from ..tensors import writable
@@ -41,7 +40,7 @@ def repeated(name: str, kind: type[Any], *fields: str, are_listed: bool = False)
         are_listed: Whether each of the other arguments is a list of one entry, for the one device of a rank.
     """
     spec = SPECS[FORMS[name].collective]
-    is_rooted, reduces, may_be_bucket = spec.is_rooted, spec.reduces, spec.reduces_to_all
+    is_rooted, reduces, is_as_native = spec.is_rooted, spec.reduces, spec.reduces_to_all
     has_number = hasattr(kind, "rootTensor")
     places = _places(spec, is_root=False), _places(spec, is_root=True)
 
@@ -50,23 +49,34 @@ def repeated(name: str, kind: type[Any], *fields: str, are_listed: bool = False)
         num_arguments = method.__code__.co_argcount - 1
         has_sizes = num_arguments > 3
 
-        def again(group: Any, arguments: tuple[Any, ...], options: Any) -> dist.Work | None:
-            """Make a call by machine code; return None if Python must make it."""
-            if options.timeout > NO_LIMIT or (has_number and options.rootTensor):
-                return None
+        def through_python(group: Any, arguments: tuple[Any, ...]) -> Any:
+            if are_watching() and not dispatched_calls.below.is_running:
+                return dispatched_calls.call(method.__name__, group, arguments)
+            return method(group, *arguments)
+
+        @functools.wraps(method)
+        def call(group: Any, *arguments: Any, **named: Any) -> Any:
+            # One function: each further one takes 2 % of a short call.
+            if has_function_mode():
+                with WithoutFunctionModes():
+                    return call(group, *arguments, **named)
+            if named or len(arguments) != num_arguments or type(arguments[-1]) is not kind:
+                arguments = ordered(group, arguments, named)
             if has_sizes and (arguments[2] or arguments[3]):
-                return None
-            ranks, root, number, given, received = group._group, 0, None, None, None
+                return through_python(group, arguments)
+            options, ranks, root, number, given, received = arguments[-1], group._group, 0, None, None, None
+            if options.timeout > NO_LIMIT or (has_number and options.rootTensor):
+                return through_python(group, arguments)
             if is_rooted:
                 root = options.rootRank
             if reduces:
                 number = hash(options.reduceOp)
-            given_at, received_at = places[root == ranks.rank]
+            given_at, received_at = places[is_rooted and root == ranks.rank]
             if given_at is not None:
                 given = arguments[given_at]
                 if are_listed:
                     if len(given) != 1:
-                        return None
+                        return through_python(group, arguments)
                     given = given[0]
                 if type(given) is list:
                     given = [*given]  # the program may change its own
@@ -74,48 +84,33 @@ def repeated(name: str, kind: type[Any], *fields: str, are_listed: bool = False)
                 received = arguments[received_at]
                 if are_listed:
                     if len(received) != 1:
-                        return None
+                        return through_python(group, arguments)
                     received = received[0]
                 if type(received) is list:
                     received = [*received]
             first = received if given is None else given
-            if type(first) is list:
-                if not first:
-                    return None
+            if type(first) is list and first:
                 first = first[0]
             bound: TorchCall | None = ranks.plans.get((name, number, getattr(first, "dtype", None), root))
             if bound is None:
-                return None
-            written = given if bound.changes else received
-            if written is not None and not may_be_bucket:
+                return through_python(group, arguments)
+            if not is_as_native and (written := given if bound.changes else received) is not None:
                 seen = known.get(id(written))  # as in writable.refuse_read_only(), without a call
-                if (seen is None or seen() is not written) and not _is_memory(group, name, written):
-                    return None
+                if (seen is None or seen() is not written) and not _has_memory(group, name, written):
+                    return through_python(group, arguments)
             if not is_asynchronous(options):
-                return None if bound.entry(given, received, bound, ranks, None) is None else COMPLETED
-            if may_be_bucket and group.may_be_moved(given):
-                return None
+                if bound.entry(given, received, bound, ranks, None) is None:
+                    return through_python(group, arguments)
+                return COMPLETED
+            if is_as_native and group.may_be_moved(given):
+                return through_python(group, arguments)
             if bound.find(given, received, bound, ranks, None) is None:
-                return None
+                return through_python(group, arguments)
             outputs = given if received is None else received
             tensors = outputs if type(outputs) is list else [] if outputs is None else [outputs]
             return PendingWork(bound.begin(given, received), tensors, group._works)
 
-        @functools.wraps(method)
-        def call(group: Any, *arguments: Any, **named: Any) -> Any:
-            if has_function_mode():
-                with WithoutFunctionModes():
-                    return call(group, *arguments, **named)
-            if named or len(arguments) != num_arguments or type(arguments[-1]) is not kind:
-                arguments = ordered(group, arguments, named)
-            work = again(group, arguments, arguments[-1])
-            if work is not None:
-                return work
-            if are_watching() and not dispatched_calls.below.is_running:
-                return dispatched_calls.call(method.__name__, group, arguments)
-            return method(group, *arguments)
-
-        return cast(Any, call)
+        return call
 
     return decorate
 
@@ -129,7 +124,7 @@ def _places(spec: CollectiveSpec, *, is_root: bool) -> tuple[int | None, int | N
     return (1 if spec.passes(is_root) else None), (0 if spec.receives(is_root) else None)
 
 
-def _is_memory(group: Any, name: str, written: torch.Tensor | list[torch.Tensor]) -> bool:
+def _has_memory(group: Any, name: str, written: torch.Tensor | list[torch.Tensor]) -> bool:
     """Raise if a tensor that is written is in read-only memory; return False if a mode may have made it without any."""
     tensors = written if isinstance(written, list) else [written]
     for tensor in tensors:

@@ -436,16 +436,25 @@ def is_of_parts(call: KernelCall, given: Words, received: Words):
     return not is_carried(call, size * length * item_bytes, item_bytes)
 
 
+@inner
+def have_equal_own(cached_call: CachedCallRecord, arguments: Arguments):
+    """Return whether this rank sends itself as much as it receives from itself, in lists."""
+    rank, given, received = group_of(cached_call.call).rank, arguments.given_parts, arguments.received_parts
+    if not given or not received:
+        return False
+    return part_numel(given, rank) == part_numel(received, rank)
+
+
 @kernel
 def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
     """Enter an exchange of parts of any length, and write their sizes and transfers."""
     call = cached_call.call
     group, item_bytes = group_of(call), call.item_bytes
-    rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
+    size, given, received = group.size, arguments.given_parts, arguments.received_parts
     num_fields = 1 + 2 * size
-    if not given or not received or (not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES):
+    if not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES:
         return NOT_FAST
-    if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
+    if dtype_of(target) != cached_call.dlpack_dtype or not have_equal_own(cached_call, arguments):
         return NOT_FAST
     if call.hosts and not is_of_parts(call, given, received):
         return NOT_FAST
@@ -893,25 +902,28 @@ def find_bound(path: FastPath, tensor, out, key, comm, backend):
     cached_call = find_cached_call(path.first_call, source, key, comm, backend)
     if not cached_call or cached_call.bound == 0:
         return new_reference(path.none)
-    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, False):
+    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, path.any_length):
         return new_reference(path.none)
-    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, False):
+    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, path.any_length):
         return new_reference(path.none)
     given, received = Words(_dims()), Words(_dims())
-    if has_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, False, given):
+    if has_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, path.any_length, given):
         return new_reference(path.none)
-    if has_out and not take_as_rows(cached_call, last, cached_call.received_rows, False, received):
+    if has_out and not take_as_rows(cached_call, last, cached_call.received_rows, path.any_length, received):
         return new_reference(path.none)
     if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):
         return new_reference(path.none)
     if has_tensor and has_out:
         if path.same_shapes and not have_one_shape(first, last):
             return new_reference(path.none)
-        if cached_call.given_rows != 0 and given[num_dims(first) - 1] != received[num_dims(last) - 1]:
-            return new_reference(path.none)  # rows of different lengths
         arguments = Arguments(_written())
         arguments.given_parts = parts_in(path, tensor, True, given_parts)
         arguments.received_parts = parts_in(path, out, True, received_parts)
+        if path.any_length:
+            if not have_equal_own(cached_call, arguments):
+                return new_reference(path.none)
+        elif cached_call.given_rows != 0 and given[num_dims(first) - 1] != received[num_dims(last) - 1]:
+            return new_reference(path.none)  # rows of different lengths
         if not are_apart(cached_call, first, last, arguments):
             return new_reference(path.none)
     return new_reference(cached_call.bound)
