@@ -62,8 +62,9 @@ class GroupExecution(GroupProperties):
 
     def may_be_moved(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor would be moved to shared memory if it was a bucket of DDP."""
-        is_long = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
-        return is_long and tensor.data_ptr() not in self._shared
+        if not (self._may_share and tensor.is_cpu and tensor.layout is torch.strided):
+            return False
+        return tensor.nbytes >= bucket_memory.MIN_BYTES and tensor.data_ptr() not in self._shared
 
     def _on_plain(
         self,

@@ -84,13 +84,13 @@ class ProcessGroup(HookedGroup):
     ) -> dist.Work:
         """Reduce one tensor or several of all ranks, in place."""
         (tensor, *others), reduction = alike(tensors), opts.reduceOp
-        if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
-            is_private = self.may_be_moved(tensor)
-            if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
+        if is_asynchronous(opts) or others:
+            is_private, is_seen = self.may_be_moved(tensor), events.recorder is not None
+            if (is_private or (is_seen and tensor.layout is torch.strided)) and torch_names.is_bucket_of_ddp(tensor):
                 if is_private:
                     self._may_share = bucket_memory.share(tensor)
                     self._shared.add(tensor.data_ptr())
-                if events.recorder is not None:
+                if is_seen:
                     with self._labelled_bucket(tensor):
                         return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
         if not (others or tensor.is_sparse):

@@ -11,7 +11,7 @@ import torch
 
 from ..collective_specs import SPECS, CollectiveSpec
 from ..tensors import writable
-from ..tensors.modes import are_watching
+from ..tensors.modes import are_watching, get_tracing_state
 from ..tensors.writable import known
 from . import dispatched_calls
 from .arguments import in_order
@@ -125,12 +125,12 @@ def _places(spec: CollectiveSpec, *, is_root: bool) -> tuple[int | None, int | N
 
 
 def _has_memory(group: Any, name: str, written: torch.Tensor | list[torch.Tensor]) -> bool:
-    """Raise if a tensor that is written is in read-only memory; return False if a mode may have made it without any."""
+    """Raise if a tensor that is written is in read-only memory; return False if torch may have made it without any."""
     tensors = written if isinstance(written, list) else [written]
     for tensor in tensors:
         seen = known.get(id(tensor))
         if seen is None or seen() is not tensor:
-            if are_watching():
+            if are_watching() or get_tracing_state() is not None:
                 return False
             writable.refuse_read_only(group._where, name, tensor)
     return True
