@@ -134,7 +134,7 @@ def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
     `backward()` come from Python: from a hook, or the backward of a function.
     """
     try:
-        caller = sys._getframe(3)  # than this function, the method, and what makes repeated calls
+        caller = sys._getframe(4)  # of the two functions of `repeated()`, which call the method
     except ValueError:  # in a thread of autograd, which GPUs have
         return False
     return caller.f_code is _RUN_BACKWARD and tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
