@@ -371,6 +371,8 @@ def test_tensors_in_read_only_memory_are_refused(agree, tmp_path):
             call(torch.ones_like(mapped), given, group=group)
         refused = partial(call, mapped, given, group=group)
         agree.raises(ArgumentError, refused, "memory that cannot be written")
+    dist.all_reduce(torch.ones_like(mapped), group=group)
+    agree.raises(ArgumentError, calls["all_reduce, asynchronous"], "memory that cannot be written")
     for root in range(size):  # which only reads
         given = mapped if rank == root else torch.zeros_like(mapped)
         dist.broadcast(given, root, group=group)

@@ -30,8 +30,8 @@ def repeated(name: str, kind: type[Any], *fields: str, are_listed: bool = False)
 
     Machine code looks whether the tensors are plain, of one dtype and apart, whether their lengths fit, and whether
     modes of torch are active; its call ends at the timeout of the group. Only what it cannot see is checked before: a
-    timeout of the call, and read-only memory, but not that of an all_reduce. The look at a new tensor takes half as
-    long as a short one, and native calls have no such look.
+    timeout of the call, and read-only memory, but not that of a synchronous all_reduce. The look at a new tensor takes
+    half as long as a short one, and native calls have no such look.
 
     Args:
         name: The collective, a key of :data:`~.torch_calls.FORMS`.
@@ -94,11 +94,12 @@ def repeated(name: str, kind: type[Any], *fields: str, are_listed: bool = False)
             bound: TorchCall | None = ranks.plans.get((name, number, getattr(first, "dtype", None), root))
             if bound is None:
                 return through_python(group, arguments)
-            if not is_as_native and (written := given if bound.changes else received) is not None:
+            is_later = is_asynchronous(options)
+            if (is_later or not is_as_native) and (written := given if bound.changes else received) is not None:
                 seen = known.get(id(written))  # as in writable.refuse_read_only(), without a call
                 if (seen is None or seen() is not written) and not _has_memory(group, name, written):
                     return through_python(group, arguments)
-            if not is_asynchronous(options):
+            if not is_later:
                 if bound.entry(given, received, bound, ranks, None) is None:
                     return through_python(group, arguments)
                 return COMPLETED
