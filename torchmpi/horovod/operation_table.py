@@ -91,9 +91,7 @@ class NamedOperation:
     def run(self, name: str | None) -> list[Tensor]:
         """Run it in this thread, which is what `synchronize` does with one that has just been started."""
         number, end = next(_numbers), None
-        if (
-            name is not None and _by_key
-        ) or events.recorder is not None:  # otherwise nothing compares or shows the name
+        if (name is not None and _by_key) or events.recorder is not None:  # otherwise nothing needs the name
             key = self._key(name, number)
             if name is not None:
                 _refuse_repeated(key)
