@@ -27,6 +27,8 @@ from .survivors import Survivors
 
 _IDLE_SECONDS, _FAILING_SECONDS = 0.03, 0.002
 """Between two looks for lost ranks, as long as there is none, and until the remaining ranks have agreed."""
+_NUM_STEPS = 8
+"""Calls that make progress in a look: Open MPI hears of a loss by several steps, of which each call makes one."""
 _REASON_SECONDS, _REVOKED_SECONDS = 0.5, 30.0
 """How long a rank whose call has failed waits for the reason; if another rank knows it, it comes."""
 _GRACE_SECONDS, _SHRINKING_SECONDS = 1.0, 10.0
@@ -483,7 +485,8 @@ class FaultTolerantMPI(Continuing):
         """Note lost ranks, and end the calls of this and of all other ranks if there are any."""
         assert self.survivors is not None
         with self._lock:
-            self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
+            for _ in range(_NUM_STEPS):
+                self._library.COMM_SELF.Iprobe(0)  # progress, without which Get_failed() learns nothing
             self._end_if_told()
             if self._first.rank not in self._places:
                 self._look_for_release()
