@@ -156,7 +156,7 @@ def lengths(collective: str, sent_bytes: int, hosts: str) -> Iterator[tuple[int,
         most_ranks = max(map(hosts.count, hosts))
         num_hosts = len(set(hosts))
         most, units = (
-            most_together(num_hosts, relayed=spec.divides),
+            most_together(num_hosts, divides=spec.divides, gathers=spec.gathers),
             num_hosts * most_ranks ** (spec.gathers + spec.divides),
         )
     limit = most // units // sent_bytes - spec.divides

@@ -143,7 +143,7 @@ class ComparedCall:
             lambda root: schedule.carried(self.own_host, len(self.hosts), self.spec.flow, self.host_of[root])
         )
         self.is_vector = not (self.spec.gathers or self.spec.divides)
-        together = most_together(len(self.hosts), relayed=self.spec.divides)
+        together = most_together(len(self.hosts), divides=self.spec.divides, gathers=self.spec.gathers)
         self.most_bytes = comparison.most_carried if self.is_vector else together
         rows, parts = int(self.spec.gathers), int(self.spec.divides)
         self.block_units = self.most_ranks ** (rows + parts)

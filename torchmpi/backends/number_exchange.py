@@ -26,8 +26,9 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
 # Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
-# Of rows, the blocks of all ranks together: those that every rank gets, and those that are relayed.
-_MOST_ROWS_BYTES_OF_TWO, _MOST_ROWS_BYTES, _MOST_RELAYED_ROWS_BYTES = 512 << 10, 256 << 10, 128 << 10
+# Of rows, the blocks of all ranks together. Fewer of those that more than two hosts relay, and of those that are each for
+# one rank: the first rank of a host copies these several times, while its neighbors wait.
+_MOST_ROWS_BYTES, _MOST_PASSED_ROWS_BYTES = 256 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
 
@@ -51,15 +52,17 @@ def most_gathered(size: int) -> int:
     return _MOST_BYTES // size if size > 2 else _MOST_BYTES_OF_TWO
 
 
-def most_together(size: int, *, relayed: bool = False) -> int:
-    """Return the size of all blocks together that `size` ranks gather in these messages, or relay, if they are rows.
+def most_together(size: int, *, divides: bool = False, gathers: bool = False) -> int:
+    """Return the size of all blocks together that `size` ranks send in these messages, if they are rows.
 
-    >>> most_together(2) >> 10, most_together(8) >> 10, most_together(8, relayed=True) >> 10
-    (512, 256, 128)
+    `divides`: each rank gets a part of the rows. `gathers`: a rank gets rows of all ranks.
+
+    >>> most_together(8) >> 10, most_together(2, divides=True) >> 10, most_together(8, divides=True) >> 10
+    (256, 256, 128)
+    >>> most_together(2, divides=True, gathers=True) >> 10
+    128
     """
-    if size <= 2:
-        return _MOST_ROWS_BYTES_OF_TWO
-    return _MOST_RELAYED_ROWS_BYTES if relayed else _MOST_ROWS_BYTES
+    return _MOST_PASSED_ROWS_BYTES if divides and (gathers or size > 2) else _MOST_ROWS_BYTES
 
 
 class NumberExchange:
