@@ -84,13 +84,10 @@ class BoundCall:
         self, given: Any, out: Any, finish: Callable[[Any], Any] | None = None, subject: object = None
     ) -> Handle[Any]:
         """Begin a call with checked tensors; `finish` converts its result, `subject` is as for the call queue."""
-        return self.group.call_queue.submit(
-            partial(self.run_queued, given, out, finish),
-            self._description,
-            subject,
-            call=partial(self.described_call, given, out),
-            in_any_thread=not self.plan.is_on_device,
-        )
+        call = None if events.show_task is None else partial(self.described_call, given, out)
+        task = partial(self.run_queued, given, out, finish)
+        is_for_all = not self.plan.is_on_device
+        return self.group.call_queue.submit(task, self._description, subject, call=call, in_any_thread=is_for_all)
 
     def run_queued(self, given: Any, out: Any, finish: Callable[[Any], Any] | None = None) -> Any:
         """Run a call in a thread that holds the run lock; `finish` converts its result."""

@@ -452,7 +452,7 @@ class _ProgressThread(threading.Thread):
     def add(self, message: Continued) -> None:
         self._messages.add(message)
         if self._num_unaided < _SURE:
-            self._alarm.set(0)
+            self._alarm.ring()
         else:
             self._alarm.set_once()
 
@@ -478,7 +478,7 @@ class _ProgressThread(threading.Thread):
     def close(self) -> None:
         """End the thread."""
         self._is_ending = True
-        self._alarm.set(0)
+        self._alarm.ring()
         if self is not threading.current_thread() and self.is_alive():  # a forked child has no threads
             self.join()
             self._alarm.close()

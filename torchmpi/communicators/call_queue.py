@@ -6,9 +6,9 @@ nothing is queued, which costs one lock. An asynchronous call is taken by whoeve
 it, which costs no switch of threads, or the helper thread of the queue, which sleeps while there is nothing to do.
 
 The helper is woken for each call as long as it has run some of the last ones, because the program computes meanwhile.
-If threads have run the last ones for which they waited, the helper only looks every millisecond, and takes a call that
-it has seen the last time too; without that, a call for which nobody waits would block the other ranks. While a thread
-waits, the helper leaves the calls to it.
+If threads have run the last ones for which they waited, the helper only looks a millisecond after a call, again while
+there are some, and takes a call that it has seen the last time too; without that, a call for which nobody waits would
+block the other ranks. While a thread waits, the helper leaves the calls to it.
 
 A call that is like an earlier one runs in machine code, whoever runs it (:mod:`torchmpi.shared_memory.fast_path`).
 
@@ -23,7 +23,6 @@ caller's thread uses the caller's stream. The helper runs all others, on another
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
 import threading
 from array import array
@@ -38,7 +37,7 @@ from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import MOST_COPIED_BYTES, LockFields
 from ..tensors import modes, streams
 from ..timeline import events
-from .conditions import sleep_until
+from .conditions import Alarm, sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
@@ -52,8 +51,6 @@ class LeftToHelper(Exception):
 NOW = (False,)
 """The argument `blocking` of an acquisition that does not wait."""
 _LOOK_SECONDS = 0.001
-_MOST_LOOKS = 100
-"""After as many looks without a call, the helper sleeps until it is woken."""
 _SURE = 3
 """After as many calls that threads have run for which they waited, the helper is not woken for the next one."""
 
@@ -210,8 +207,13 @@ class CallQueue:
         self._waiting: list[object] = []
         """An item for each thread that waits and may run calls."""
         self._helper: threading.Thread | None = None
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_rung = self._is_called = self._looks = self._is_ending = False
+        self._alarm: Alarm | None = None
+        """What the helper waits for; made with it."""
+        self._is_called = False
+        """Whether the helper is to take the calls now; it rings then."""
+        self._looks = False
+        """Whether the helper will look at the calls soon."""
+        self._is_ending = False
         self._num_run_by_waiters = 0
         """Since the helper has run a call."""
         self.is_run_by_waiter = False
@@ -306,10 +308,7 @@ class CallQueue:
         with self._counting:
             if self.closed:
                 raise self._closed_error(description)
-            if self._helper is None:
-                helper = threading.Thread(target=self._help, name=f"torchmpi {self.name}", daemon=True)
-                helper.start()  # raises where the system allows no more threads
-                self._helper = helper
+            alarm = self._alarm or self._start_helper()
             recorder = events.recorder
             if events.show_task is not None and not events.has_event():
                 shown = _described(task, call)
@@ -319,13 +318,25 @@ class CallQueue:
             handle.queue, handle.in_any_thread = self, in_any_thread
             fields[LockFields.pending] += 1
             self._entries.append(handle)
-            is_left_to_waiters = in_any_thread and self._num_run_by_waiters >= _SURE
-            if not is_left_to_waiters:  # ring() without a call
-                self._is_called = True
-            if not (self._is_rung or (is_left_to_waiters and self._looks)):
-                self._is_rung = True
-                self._bell.put(None)
+            if not (in_any_thread and self._num_run_by_waiters >= _SURE):  # ring() without a call
+                if not self._is_called:
+                    self._is_called = True
+                    alarm.ring()
+            elif not (self._looks or self._is_called):
+                self._looks = True
+                alarm.ring_later()
         return handle
+
+    def _start_helper(self) -> Alarm:
+        alarm = Alarm(_LOOK_SECONDS)
+        helper = threading.Thread(target=self._help, args=(alarm,), name=f"torchmpi {self.name}", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError:  # the system allows no more threads
+            alarm.close()
+            raise
+        self._helper, self._alarm = helper, alarm
+        return alarm
 
     def finish_earlier(self) -> bool:
         """Run the calls that have been submitted in this thread, or await them; return whether there were some."""
@@ -345,17 +356,17 @@ class CallQueue:
 
     def ring(self) -> None:
         """Call the helper, which takes the calls that no thread waits for."""
-        self._is_called = True
-        if not self._is_rung:
-            self._is_rung = True
-            self._bell.put(None)
+        if not self._is_called:
+            self._is_called = True
+            assert self._alarm is not None  # there are calls
+            self._alarm.ring()
 
     def run_until(self, handle: Handle[Any]) -> None:
         """Run the calls at the head in this thread until one has ended, if this thread may; else call the helper.
 
         If another thread runs one of them, this one waits for the end of that call, and goes on.
         """
-        if not (self.runs_here() or modes.are_active()):
+        if not ((self.run_lock.fields[LockFields.runner] and self.runs_here()) or modes.are_active()):
             waiting = self._waiting
             waiting += NOW  # no call, after which an interrupt may come
             try:
@@ -410,31 +421,31 @@ class CallQueue:
                 self.closed = True
                 self.run_lock.fields[LockFields.pending] += 1  # never idle again, so all calls reach submit()
                 self._is_ending = True
-            if self._helper is not None:
+            if self._helper is not None and self._alarm is not None:
                 self.ring()
                 self._helper.join()
+                self._alarm.close()
             for call in self.fast_calls.values():
                 call.close()
             self.run_lock.acquire()  # never released: a thread that has just found the queue idle must not start a call
 
-    def _help(self) -> None:
-        num_looks, seen = 0, None
+    def _help(self, alarm: Alarm) -> None:
+        seen = None
         while True:
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=_LOOK_SECONDS if self._looks else None)
-                num_looks = 0
-            self._is_rung = False
+            alarm.wait()
             if self._is_called or (seen is not None and self._entries and self._entries[0] is seen):
                 self._is_called = False
                 while self._entries and not (self._waiting and self._is_head_for_any_thread()):
                     self.run_lock.run(self._run_head)
-            num_looks += 1
             with self._counting:
                 seen = self._entries[0] if self._entries else None
                 if seen is None and self._is_ending:
                     return
-                is_sure = self._num_run_by_waiters >= _SURE
-                self._looks = seen is not None or (is_sure and num_looks < _MOST_LOOKS)
+                self._looks = seen is not None
+                if self._looks:
+                    alarm.ring_later()
+                    if self._is_called:  # since, and perhaps before this set the alarm
+                        alarm.ring()
 
     def _run_head(self, *, by_waiter: bool = False) -> bool:
         """Run the call at the head; return False if it is not for this thread. The caller holds the run lock.

@@ -121,13 +121,18 @@ def sleep_until(condition: Callable[[], bool], limit: float = float("inf")) -> b
 class Alarm:
     """A timer of the system for which a thread waits; others set it without waking that thread.
 
+    Attributes:
+        ring: Let it ring now. This and the next one are no functions of Python, where an interrupt could come before
+            the timer is set.
+        ring_later: Let it ring later, instead of when it would have.
+
     Args:
-        seconds: After how long it rings by itself if it is set once.
+        seconds: After how long it rings later.
 
     >>> alarm = Alarm(0.001)
     >>> alarm.set_once()
     >>> alarm.wait()
-    >>> alarm.set(0)
+    >>> _ = alarm.ring()
     >>> alarm.wait()
     >>> alarm.close()
     """
@@ -137,20 +142,24 @@ class Alarm:
         if self._file < 0:
             number = ctypes.get_errno()
             raise OSError(number, f"{os.strerror(number)}: the system gives no timer")
-        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))  # without an interval
+        self.ring: Callable[[], object] = self._setter(0)
+        self.ring_later: Callable[[], object] = self._setter(seconds)
         self._set_at = 0.0
         """When `set_by` has set it, if nobody has waited for it since."""
 
+    def _setter(self, seconds: float) -> Callable[[], object]:
+        times = (ctypes.c_long * 4)(0, 0, 0, max(1, int(seconds * 1e9)))  # without an interval
+        return partial(_library.timerfd_settime, self._file, 0, times, None)
+
     def set(self, seconds: float) -> None:
         """Let it ring after so long, less than a second, instead of when it would have."""
-        times = (ctypes.c_long * 4)(0, 0, 0, max(1, int(seconds * 1e9)))
-        _library.timerfd_settime(self._file, 0, times, None)
+        self._setter(seconds)()
 
     def set_once(self) -> None:
         """Let it ring later, unless this has been called since the last wait: most calls only read a clock."""
         now = time.monotonic()
         if now - self._set_at > _MOST_SET_SECONDS:
-            _library.timerfd_settime(self._file, 0, self._later, None)
+            self.ring_later()
             self._set_at = now  # behind the call: an interrupt in between leaves a timer that is set again
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import StallError
 from ..log import logger
@@ -68,7 +68,7 @@ class Handle(Generic[T_co]):
         """Where the call was made, if calls are recorded."""
         self.in_any_thread = False
         """Whether a thread that waits may run the call."""
-        self._result = cast(T_co, None)
+        self._result: T_co  # from the end of the call
         self._error: BaseException | None = None
         self.has_ended = False
         """Whether the call has ended; unlike :meth:`done`, this does not wake the helper."""
@@ -107,10 +107,11 @@ class Handle(Generic[T_co]):
         if not self.has_ended:
             recorder = events.recorder
             begin = 0 if recorder is None else events.now()
-            if timeout is None:
-                self.run_here()
-            elif (order := self.queue) is not None:  # a thread that runs the call itself cannot return before its end
-                order.ring()
+            if (order := self.queue) is not None:
+                if timeout is None:  # run_here() without a call
+                    order.run_until(self)
+                else:  # a thread that runs the call itself cannot return before its end
+                    order.ring()
             if not self.has_ended:
                 self.await_end(timeout)
             if recorder is not None:
