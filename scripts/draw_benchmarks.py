@@ -379,6 +379,8 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "cost_native": bench_plot(COSTS, "## Collectives by their own names"),
     "cost_async": bench_plot(COSTS, "## Asynchronous calls"),
     "cost_dist": bench_plot(COSTS, "## Through torch.distributed"),
+    "cost_hvd": bench_plot(COSTS, "## Through Horovod's functions"),
+    "cost_nn": bench_plot(COSTS, "## Through functions that autograd differentiates"),
     "cost_calls": bench_plot(COSTS, "## Messages and other calls"),
 }
 

@@ -70,9 +70,9 @@ class Page(NamedTuple):
 PAGES = {
     "costs": Page(
         "What each call costs",
-        "Ranks on one host; in brackets half the distance of the quartiles. `auto` is torchmpi by its own names, `dist`"
-        " through torch.distributed, `hvd` through its functions for Horovod's programs, `nn` through "
-        "`torchmpi.nn.functional`, `copy` a plain copy of the tensor by all ranks at once.",
+        "Ranks on one host; in brackets half the distance of the quartiles. `auto` is torchmpi by its own names, "
+        "`dist` torch.distributed on torchmpi, `hvd` its functions for Horovod's programs, `nn` `torchmpi.nn.functional`, "
+        "`copy` a plain copy of the tensor by all ranks at once.",
         {
             "native": Section("Collectives by their own names", _through("native")),
             "async": Section("Asynchronous calls", f"{_through('native,dist,hvd')} --async"),

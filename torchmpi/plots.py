@@ -16,6 +16,9 @@ COLORS = {
     "hierarchical": "#2a6db0",
     "dist": "#14919b",  # torch.distributed on torchmpi
     "ddp on torchmpi": "#14919b",
+    "dist async": "#17becf",
+    "hvd": "#d16ba5",  # torchmpi's functions for Horovod's programs
+    "nn": "#8c564b",  # torchmpi.nn.functional
     "MPI library": "#2b8551",
     "mpi4py": "#2b8551",
     "mpi4py in place": "#a7c957",
@@ -30,6 +33,7 @@ COLORS = {
     "p2p": "#b8970f",
     "ipc": "#6b7f1e",
     "copy": "#8a94a3",
+    "fill": "#c3cad4",
     "no communication": "#c3cad4",
 }
 """The color of each contestant, by the names that tables and files have."""

@@ -26,8 +26,8 @@ _HEADER_BYTES, _MOST_ITEM_BYTES = 16, 16
 _MOST_BYTES_OF_TWO, _MOST_BYTES = 256 << 10, 48 << 10
 # Longer vectors are relayed in blocks, up to the first size; totals of hosts with several ranks, up to the second one.
 _MOST_RELAYED_BYTES, _MOST_RELAYED_BYTES_OF_HOSTS = 64 << 10, 128 << 10
-# Of rows, the blocks of all ranks together. Fewer of those that more than two hosts relay, and of those that are each for
-# one rank: the first rank of a host copies these several times, while its neighbors wait.
+# Of rows, the blocks of all ranks together. Fewer of those that more than two hosts relay, and of those that are each
+# for one rank: the first rank of a host copies these several times, while its neighbors wait.
 _MOST_ROWS_BYTES, _MOST_PASSED_ROWS_BYTES = 256 << 10, 128 << 10
 _LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
 
