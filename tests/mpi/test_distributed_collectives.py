@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mpi4py import MPI
 
 from torchmpi.errors import ArgumentError
 
-SIZE = MPI.COMM_WORLD.size
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [
     pytest.mark.any_mpi,
     pytest.mark.ranks(1, 3),
@@ -308,6 +309,44 @@ def test_refused_before_anything_is_sent(agree, call, remedy):
     agree.equal(tensor, torch.full((2,), float(dist.get_world_size())), "the next call")
 
 
+REFUSED_AFTER_OTHERS = {
+    "rows too long": (
+        lambda more, later: torch_rig.all_gather_single(torch.ones((3 + more) * SIZE), ONES, async_op=later),
+        "times as long",
+    ),
+    "output too short": (
+        lambda more, later: dist.reduce_scatter(torch.ones(3 - more), [ONES] * SIZE, async_op=later),
+        "same length",
+    ),
+    "rows that cannot be divided": (
+        lambda more, later: dist.all_to_all_single(*torch.ones(2, SIZE + more, SIZE + 1 - more), async_op=later),
+        "add up",
+    ),
+    "a part for itself too long": (
+        lambda more, later: dist.all_to_all(
+            [torch.ones(1 + (RANK + rank) % 2 + more * (rank == RANK)) for rank in range(SIZE)],
+            [torch.ones(1 + (RANK + rank) % 2) for rank in range(SIZE)],
+            async_op=later,
+        ),
+        "Make the two equal",
+    ),
+}
+"""By name: a call that is invalid if its tensors are longer or shorter by one element, and a part of the message."""
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("later", (False, True))
+@pytest.mark.parametrize("name", REFUSED_AFTER_OTHERS)
+def test_a_call_is_refused_though_machine_code_makes_others_like_it(agree, name, later):
+    call, remedy = REFUSED_AFTER_OTHERS[name]
+    for _ in range(3):
+        work = call(0, later)
+        agree(work is None or work.wait())
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    agree.raises(ArgumentError, lambda: call(1, later), remedy)
+    agree.equal(dist.group.WORLD._get_sequence_number_for_group(), before, "it communicated")
+
+
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_tensors_in_read_only_memory_are_refused(agree, tmp_path):
     """Where the call would write to them. Regression: SIGSEGV."""
@@ -327,6 +366,13 @@ def test_tensors_in_read_only_memory_are_refused(agree, tmp_path):
     for name, call in calls.items():
         if size > 1 or name != "recv":
             agree.raises(ArgumentError, call, "memory that cannot be written", f"rank {rank}")
+    for call, given in ((torch_rig.all_gather_single, row), (torch_rig.reduce_scatter_single, rows)):
+        for _ in range(2):  # after which machine code makes calls like these
+            call(torch.ones_like(mapped), given, group=group)
+        refused = partial(call, mapped, given, group=group)
+        agree.raises(ArgumentError, refused, "memory that cannot be written")
+    dist.all_reduce(torch.ones_like(mapped), group=group)
+    agree.raises(ArgumentError, calls["all_reduce, asynchronous"], "memory that cannot be written")
     for root in range(size):  # which only reads
         given = mapped if rank == root else torch.zeros_like(mapped)
         dist.broadcast(given, root, group=group)

@@ -273,12 +273,29 @@ def test_abort_ends_everything_that_is_queued(torch_world, agree):
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("asynchronous", (False, True))
-def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, asynchronous):
-    """Half an hour before the timeout of the group; other ranks do not call."""
-    group, options = dist.new_group(), dist.BroadcastOptions()
-    options.timeout, options.asyncOp = timedelta(seconds=0.3), asynchronous
+@pytest.mark.parametrize("num_before", (0, 3))
+@pytest.mark.parametrize("name", ("broadcast", "allreduce", "_allgather_base"))
+def test_the_timeout_of_a_call_is_that_of_its_options(torch_world, agree, name, num_before, asynchronous):
+    """Before the timeout of the group; other ranks do not call.
+
+    Regression: an all_reduce like earlier ones, without a timeout, waited for that of the group.
+    """
+    group, rows = dist.new_group(), torch.ones(3 * SIZE)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=20), group)
+    kinds = {"broadcast": dist.BroadcastOptions, "allreduce": dist.AllreduceOptions}
+    options = kinds.get(name, torch_names.AllgatherOptions)()
+    options.asyncOp = asynchronous
+
+    def call() -> None:
+        ones = torch.ones(3)
+        tensors = (rows, ones) if name == "_allgather_base" else ([ones],)
+        getattr(group, name)(*tensors, options).wait()
+
+    for _ in range(num_before):
+        call()
+    options.timeout = timedelta(seconds=0.3)
     if RANK == SIZE - 1:  # which receives
-        agree.raises(StallError, lambda: group.broadcast([torch.ones(3)], options).wait(), "0.3 s")
+        agree.raises(StallError, call, "0.3 s")
     total_of()
     dist.destroy_process_group(group)
 

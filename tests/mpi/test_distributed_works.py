@@ -65,7 +65,8 @@ def test_methods_of_a_group_accept_single_tensors_without_options(agree):
 
 IN_MACHINE_CODE = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all_even", "all_to_all_single", "all_to_all_single_uneven", "barrier",
+    "reduce_scatter_tensor", "gather_single", "all_to_all", "all_to_all_even", "all_to_all_single",
+    "all_to_all_single_uneven", "barrier",
 )  # fmt: skip
 
 
@@ -91,7 +92,10 @@ def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
 
 @pytest.mark.parametrize("name", IN_MACHINE_CODE)
 def test_a_repeated_call_on_plain_tensors_runs_in_machine_code(agree, name):
-    """Those of the table of calls, with lists that are not adjacent too, in the caller or in a thread that waits."""
+    """Those of the table of calls, with lists that are not adjacent too, in the caller or in a thread that waits.
+
+    Python checks no arguments before.
+    """
     if not has_machine_code():
         pytest.skip("no fast path, or no shared memory, or calls are compared by messages")
 
@@ -103,7 +107,10 @@ def test_a_repeated_call_on_plain_tensors_runs_in_machine_code(agree, name):
     for asynchronous in (False, True):
         play(asynchronous)
         functions, _ = python_calls(partial(play, asynchronous))
-        agree("perform" not in {code.co_name for code in functions}, [code.co_name for code in functions])
+        names = [code.co_name for code in functions]
+        agree("perform" not in names, names)
+        if name not in ("all_to_all", "all_to_all_single_uneven"):  # Python looks at the lengths of parts
+            agree("_on_plain" not in names and "check_sizes" not in names, names)
 
 
 def test_chained_futures(agree):

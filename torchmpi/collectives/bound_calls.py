@@ -33,6 +33,7 @@ class BoundCall:
         group: The group of the calls.
         plan: Their plan.
         root: The root.
+        entry: Machine code that makes a call, with the arguments of `find`; it returns None if Python must make it.
         find: Machine code that looks at the tensors of a call: it takes them, the bound call, the group and None, and
             returns the bound call if the call can begin without a check of them, else None.
         num_rows: As how many rows machine code takes the tensors that a rank passes and receives, whatever their
@@ -56,9 +57,9 @@ class BoundCall:
         self._which, self._dtype = which, dtype
         self._description = f"{group.where}: {name or plan.collective}"
         collective = which.removesuffix(fast_path.MADE)
-        self._entry, self.find = fast_path.entry(which), fast_path.finder(which)
+        self.entry, self.find = fast_path.entry(which), fast_path.finder(which)
         if collective != which:
-            self._entry = partial(_with_memory, self._entry, SPECS[collective], group)
+            self.entry = partial(_with_memory, self.entry, SPECS[collective], group)
         self._has_result = collective in FAST_PATHS and FAST_PATHS[collective].writes
 
     def run(self, given: Any, out: Any, subject: object = None) -> Any:
@@ -72,7 +73,7 @@ class BoundCall:
 
     def run_fast(self, given: Any, out: Any) -> Any:
         """Run a call in this thread by machine code; return None if Python must run it."""
-        return self._entry(given, out, self, self.group, None)
+        return self.entry(given, out, self, self.group, None)
 
     def run_through_python(self, given: Any, out: Any) -> Any:
         """Run a call, and let machine code run the next one, if it can. The caller holds the run lock."""
@@ -93,7 +94,7 @@ class BoundCall:
 
     def run_queued(self, given: Any, out: Any, finish: Callable[[Any], Any] | None = None) -> Any:
         """Run a call in a thread that holds the run lock; `finish` converts its result."""
-        result = self._entry(given, out, self, self.group, None)  # run_fast() without a call
+        result = self.entry(given, out, self, self.group, None)  # run_fast() without a call
         if result is None:
             result = self.run_through_python(given, out)
         elif not self._has_result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -106,31 +107,38 @@ def apart_from_modes(method: Method) -> Method:
     return cast(Method, call)
 
 
-def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Method], Method]:
-    """Let a method accept both of torch's overloads.
+def in_order(method: Callable[..., Any], kind: type[Any], fields: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that returns the arguments of torch's first overload of a method, given those of any.
 
     The first one, which the method has, takes lists, with one entry per device of the rank, and options. The second one
-    takes single tensors in the place of these lists, and fields in the place of the options.
+    takes single tensors in the place of these lists, and `fields` in the place of the options. A method without them
+    takes tensors, and options that may be left out.
     """
+    signature = inspect.signature(method)
+    _, *of_tensors, of_options = signature.parameters
 
-    def decorate(method: Any) -> Any:
-        method = apart_from_modes(method)
+    def bound(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        found = signature.bind(group, *arguments, **named)
+        found.apply_defaults()
+        return found.args[1:]
 
-        @functools.wraps(method)
-        def call(group: Any, *arguments: Any, **named: Any) -> Any:
-            if named or len(arguments) != num_tensors + 1 or type(arguments[-1]) is not kind:
-                tensors, given = arguments[:num_tensors], arguments[num_tensors:]
-                if any(isinstance(each, torch.Tensor) for each in tensors):
-                    tensors = tuple([each] if isinstance(each, torch.Tensor) or each else each for each in tensors)
-                options = named.pop("opts", None) or (given[0] if given and type(given[0]) is kind else None)
-                if options is None:
-                    options = options_of(kind, **dict(zip(fields, given, strict=False)), **named)
-                arguments = *tensors, options
-            return method(group, *arguments)
+    def converted(group: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        if len(arguments) == len(of_tensors) and type(named.get(of_options)) is kind:
+            return *arguments, named[of_options]  # as torch calls barriers
+        given = dict(zip((*of_tensors, of_options), arguments, strict=False)) | named
+        missing = [name for name in of_tensors if name not in given]
+        if missing:
+            raise TypeError(f"{method.__name__}() needs {' and '.join(missing)}")
+        tensors = [given.pop(name) for name in of_tensors]
+        if any([isinstance(each, torch.Tensor) for each in tensors]):
+            tensors = [[each] if isinstance(each, torch.Tensor) or each else each for each in tensors]
+        options = given.pop(of_options, None)
+        if not isinstance(options, kind):
+            in_place = dict(zip(fields, (options, *arguments[len(tensors) + 1 :]), strict=False))
+            options = options_of(kind, **in_place | given)
+        return *tensors, options
 
-        return call
-
-    return decorate
+    return converted if fields else bound
 
 
 def op_name(reduction: Any, dtype: torch.dtype) -> Operation:

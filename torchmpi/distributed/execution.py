@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,11 @@ from ..session import runtime
 from ..tensors import buffers, dtypes, writable
 from ..tensors.modes import get_tracing_state
 from ..timeline import events
-from . import membership
+from . import bucket_memory, membership
 from .arguments import divide, is_composed, op_name, scaled
 from .properties import GroupProperties
-from .rows import Rows, deliver, empty_rows, in_memory, packed, result_rows
+from .repeated_calls import NO_LIMIT
+from .rows import deliver, empty_rows, in_memory, packed, result_rows
 from .torch_calls import FORMS, TorchCall
 from .torch_names import BackendOptions, CallOptions, is_asynchronous
 from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
@@ -32,7 +32,6 @@ from .work import COMPLETED, GroupWorks, PendingWork, awaited_ranks, joined
 Tensors = list[torch.Tensor]
 
 _REPORT_SECONDS = 10.0
-_NO_LIMIT = timedelta(0)
 _NAMES = {spec.torch_name: spec.name for spec in SPECS.values() if spec.torch_name}
 _NAMES |= {"allreduce_coalesced": "allreduce", "all_to_all_single": "alltoall"}
 """The names that collectives of torch have here, if they differ."""
@@ -51,11 +50,21 @@ class GroupExecution(GroupProperties):
         # machine code polls for its messages, and can be ended.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         self._works = GroupWorks(partial(awaited_ranks, self._group))
+        self._may_share = True
+        """False once a bucket of DDP could not be moved to shared memory."""
+        self._shared: set[int] = set()
+        """The addresses of those that were."""
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of the group."""
         return self._communicator
+
+    def may_be_moved(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor would be moved to shared memory if it was a bucket of DDP."""
+        if not (self._may_share and tensor.is_cpu and tensor.layout is torch.strided):
+            return False
+        return tensor.nbytes >= bucket_memory.MIN_BYTES and tensor.data_ptr() not in self._shared
 
     def _on_plain(
         self,
@@ -65,14 +74,17 @@ class GroupExecution(GroupProperties):
         options: CallOptions,
         reduction: Any = None,
         root: int = 0,
+        *,
+        is_new: bool = False,
     ) -> dist.Work | None:
         """Make the native call; return None if it is not plain: for its tensors, its operation or a timeout of its own.
 
         `given` are the tensors that this rank passes, `outputs` those that it receives apart from them. Each of the two
-        may be empty, one tensor, or several that are rows.
+        may be empty, one tensor, or several that are rows. `is_new`: machine code has not seen the call yet, of one
+        tensor each.
         """
         dtype = outputs[0].dtype if outputs else given[0].dtype if given else None
-        number = None if reduction is None else reduction.op.value  # hashing reduction.op itself takes 1 us
+        number = None if reduction is None else hash(reduction)
         calls, key = self._group.plans, (name, number, dtype, root)
         call: TorchCall | None = calls.get(key)
         if call is None:
@@ -82,17 +94,16 @@ class GroupExecution(GroupProperties):
                     return None
                 op = op_name(reduction, dtype)
             call = calls[key] = TorchCall(self._communicator, name, op, dtype, root)
-        if options.timeout > _NO_LIMIT:
+        if options.timeout > NO_LIMIT:
             return None
         writable.refuse_read_only(self._where, name, *(given if call.changes else outputs))
-        # Machine code looks whether the tensors are plain, and ends at the timeout.
-        sent: Rows | None = given[0] if len(given) == 1 else list(given) or None
-        received: Rows | None = outputs[0] if len(outputs) == 1 else list(outputs) or None
-        if is_asynchronous(options):
-            if call.find(sent, received, call, self._group, None) is not None:
-                return PendingWork(call.begin(sent, received), list(outputs or given), self._works)
-        elif call.run_fast(sent, received) is not None:
-            return COMPLETED
+        if is_new:
+            (sent,), (received,) = given, outputs
+            if is_asynchronous(options):
+                if call.find(sent, received, call, self._group, None) is not None:
+                    return PendingWork(call.begin(sent, received), [received], self._works)
+            elif call.run_fast(sent, received) is not None:
+                return COMPLETED
         self._refuse_tracing(name)
         is_here = not (self._by_messages or is_asynchronous(options))
         source = in_memory(given) if given else None
@@ -108,17 +119,22 @@ class GroupExecution(GroupProperties):
         runtime.current()  # raises in a forked child
         return self._work(call.begin(source, target), list(outputs or given), options)
 
-    def _exchanged(
-        self, call: PartsExchange, given: Tensors, received: Tensors, written: Tensors, options: CallOptions
-    ) -> bool:
-        """Exchange parts by machine code now; return False if Python must do it. `written`: what consists of parts."""
-        if is_asynchronous(options) or options.timeout > _NO_LIMIT:
-            return False
+    def _exchanged(self, given: Tensors, received: Tensors, written: Tensors, options: CallOptions) -> dist.Work | None:
+        """Exchange parts by machine code; return None if Python must do it. `written`: what consists of parts."""
+        is_left = self._by_messages and is_asynchronous(options)  # the exchange in Python waits inside MPI
+        call = PartsExchange.known(self._group, received[0].dtype)
+        if call is None or is_left or options.timeout > NO_LIMIT:
+            return None
         writable.refuse_read_only(self._where, "all_to_all", *written)
+        if is_asynchronous(options):
+            if call.find(given, received, call, self._group, None) is None:
+                return None
+            handle = call.begin(given, received, lambda _: buffers.touch_all(written))
+            return PendingWork(handle, written, self._works)
         if call.run_fast(given, received) is None:
-            return False
+            return None
         buffers.touch_all(written)
-        return True
+        return COMPLETED
 
     def _on_copies(
         self, call: TorchCall, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

@@ -24,18 +24,16 @@ from ..communicators.plan import Plan, PlanKey
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
-from ..tensors.modes import PRE_DISPATCH, is_key_active, num_dispatch_modes
+from ..tensors.modes import get_tracing_state
 from ..tensors.operation_specs import OPERATIONS
 from ..timeline import events
-from . import bucket_memory, dispatched_calls, monitored, torch_names, transfers
+from . import bucket_memory, monitored, torch_names, transfers
 from .arguments import (
     alike,
     apart_from_modes,
     divide,
     is_composed,
     op_name,
-    options_of,
-    overloaded,
     run_on_all,
     scale,
     scaled,
@@ -43,8 +41,8 @@ from .arguments import (
 )
 from .call_hooks import HookedGroup
 from .execution import Tensors
+from .repeated_calls import repeated
 from .rows import are_even, check_sizes, deliver, have_equal_lengths, packed, split
-from .torch_calls import TorchCall
 from .torch_names import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -66,16 +64,12 @@ class ProcessGroup(HookedGroup):
     """Ranks that torch.distributed communicates among.
 
     torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, which is
-    implemented here; `overloaded` adds the other one (hence ``type: ignore[override]``).
+    implemented here; `repeated` adds the other one (hence ``type: ignore[override]``).
     """
 
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
         super().__init__(options, backend_name)
         self.set_timeout(options.timeout)
-        self._may_share = True
-        """False once a bucket of DDP could not be moved to shared memory."""
-        self._shared: set[int] = set()
-        """The addresses of those that were."""
         self.for_checkpoints: Any = None
         """The group on which torch saves checkpoints in the background, if this is the default group."""
         self._num_monitored = 0
@@ -84,36 +78,19 @@ class ProcessGroup(HookedGroup):
 
     # --- Reductions -------------------------------------------------------------------------------------------------
 
+    @repeated("all_reduce", AllreduceOptions, "op", "timeout", are_listed=True)
     def allreduce(  # type: ignore[override]
-        self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+        self, tensors: Tensors, opts: AllreduceOptions
     ) -> dist.Work:
-        """Reduce one tensor or several of all ranks, in place; torch also accepts an operation in place of options."""
-        if torch_names.has_function_mode():
-            with torch_names.WithoutFunctionModes():
-                return self.allreduce(tensors, opts, timeout, op=op)
-        others: Sequence[torch.Tensor] = ()
-        if type(tensors) is list and len(tensors) == 1 and type(opts) is AllreduceOptions:
-            tensor = tensors[0]  # the usual arguments, without function calls: a short call takes 2 us in all
-        else:
-            tensor, *others = alike(tensors)
-            if not isinstance(opts, AllreduceOptions):
-                opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
-        reduction: Any = opts.reduceOp
-        if not (is_asynchronous(opts) or others):  # the most frequent call, without further function calls
-            call: TorchCall | None = self._group.plans.get(("all_reduce", reduction.op.value, tensor.dtype, 0))
-            if call is not None and call.run_fast(tensor, None) is not None:
-                return COMPLETED
-        are_watching = num_dispatch_modes() or is_key_active(PRE_DISPATCH)
-        if are_watching and not dispatched_calls.below.is_running:
-            return dispatched_calls.call("allreduce", self, ([tensor, *others], opts))
-        if (is_asynchronous(opts) or others) and tensor.layout is torch.strided:
-            is_private = tensor.is_cpu and self._may_share and tensor.nbytes >= bucket_memory.MIN_BYTES
-            is_private = is_private and tensor.data_ptr() not in self._shared
-            if (is_private or events.recorder is not None) and torch_names.is_bucket_of_ddp(tensor):
+        """Reduce one tensor or several of all ranks, in place."""
+        (tensor, *others), reduction = alike(tensors), opts.reduceOp
+        if is_asynchronous(opts) or others:
+            is_private, is_seen = self.may_be_moved(tensor), events.recorder is not None
+            if (is_private or (is_seen and tensor.layout is torch.strided)) and torch_names.is_bucket_of_ddp(tensor):
                 if is_private:
                     self._may_share = bucket_memory.share(tensor)
                     self._shared.add(tensor.data_ptr())
-                if events.recorder is not None:
+                if is_seen:
                     with self._labelled_bucket(tensor):
                         return self.allreduce(tensors, opts)  # where it is no bucket, because of the caller
         if not (others or tensor.is_sparse):
@@ -205,7 +182,7 @@ class ProcessGroup(HookedGroup):
             bucket_plan.unpack(flat, parts)
         divide(tensors, reduction, self.size())
 
-    @overloaded(ReduceOptions, 1, "root", "op", "timeout")
+    @repeated("reduce", ReduceOptions, "root", "op", "timeout", are_listed=True)
     def reduce(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: ReduceOptions
     ) -> dist.Work:
@@ -230,7 +207,7 @@ class ProcessGroup(HookedGroup):
 
         return self._launch(task, [tensor], [tensor], opts, "reduce", op, root)
 
-    @overloaded(ReduceScatterOptions, 2, "op", "timeout")
+    @repeated("reduce_scatter", ReduceScatterOptions, "op", "timeout", are_listed=True)
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions
     ) -> dist.Work:
@@ -257,7 +234,7 @@ class ProcessGroup(HookedGroup):
 
         return self._launch(task, parts, [output], opts, "reduce_scatter", op)
 
-    @apart_from_modes
+    @repeated("reduce_scatter", ReduceScatterOptions)
     def _reduce_scatter_base(  # type: ignore[override]
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
@@ -278,7 +255,7 @@ class ProcessGroup(HookedGroup):
 
     # --- Data movement ----------------------------------------------------------------------------------------------
 
-    @overloaded(BroadcastOptions, 1, "root", "timeout")
+    @repeated("broadcast", BroadcastOptions, "root", "timeout", are_listed=True)
     def broadcast(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions
     ) -> dist.Work:
@@ -299,7 +276,7 @@ class ProcessGroup(HookedGroup):
             task = partial(run_on_all, task, [tensor, *tensors])
         return self._launch(task, [tensor, *tensors], [tensor, *tensors], opts, "broadcast", root=root)
 
-    @overloaded(AllgatherOptions, 2, "timeout")
+    @repeated("all_gather", AllgatherOptions, "timeout", are_listed=True)
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> dist.Work:
@@ -341,7 +318,7 @@ class ProcessGroup(HookedGroup):
             work.value = outputs
         return work
 
-    @apart_from_modes
+    @repeated("all_gather", AllgatherOptions)
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
     ) -> dist.Work:
@@ -368,7 +345,7 @@ class ProcessGroup(HookedGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    @overloaded(GatherOptions, 2, "root", "timeout")
+    @repeated("gather", GatherOptions, "root", "timeout", are_listed=True)
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions
     ) -> dist.Work:
@@ -379,7 +356,7 @@ class ProcessGroup(HookedGroup):
             self._check_parts("gather", "output", parts, "input", tensor)
         return self._on_rows("gather", [tensor], parts, opts, root=opts.rootRank)
 
-    @apart_from_modes
+    @repeated("gather", GatherOptions)
     def gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: GatherOptions = torch_names.GATHER
     ) -> dist.Work:
@@ -389,7 +366,7 @@ class ProcessGroup(HookedGroup):
             check_sizes(whole, input, self._size, self._where, "gather_single")
         return self._on_rows("gather", [input], outputs, opts, root=opts.rootRank)
 
-    @overloaded(ScatterOptions, 2, "root", "timeout")
+    @repeated("scatter", ScatterOptions, "root", "timeout", are_listed=True)
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions
     ) -> dist.Work:
@@ -408,24 +385,24 @@ class ProcessGroup(HookedGroup):
                 f"the {other} has {tensor.numel()}. Pass one like the {other} for each of the {self._size} ranks."
             )
 
-    @overloaded(AllToAllOptions, 2, "timeout")
+    @repeated("all_to_all_single", AllToAllOptions, "timeout")
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions
     ) -> dist.Work:
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
-        is_even = len(inputs) == len(outputs) == self._size and have_equal_lengths([*inputs, *outputs])
-        if is_even:
-            work = self._on_plain("all_to_all_single", inputs, outputs, opts)
-            if work is not None:
+        if len(inputs) == len(outputs) == self._size:
+            if have_equal_lengths([*inputs, *outputs]):
+                work = self._on_plain("all_to_all_single", inputs, outputs, opts)
+                if work is not None:
+                    return work
+            elif (work := self._exchanged(inputs, outputs, outputs, opts)) is not None:
                 return work
         exchange.check(self._group, inputs, outputs, "all_to_all")
         call = exchange.PartsExchange.of(self._group, outputs[0].dtype)
-        if not is_even and self._exchanged(call, inputs, outputs, outputs, opts):
-            return COMPLETED
         return self._launch(partial(call.run_queued, inputs, outputs), inputs, outputs, opts, "all_to_all")
 
-    @apart_from_modes
+    @repeated("all_to_all_single", AllToAllOptions)
     def alltoall_base(  # type: ignore[override]
         self,
         output: torch.Tensor,
@@ -435,18 +412,19 @@ class ProcessGroup(HookedGroup):
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
         """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
-        self._refuse_tracing("all_to_all_single")
+        if get_tracing_state() is not None:
+            self._refuse_tracing("all_to_all_single")
         if are_even(output, input, self._size, output_split_sizes, input_split_sizes):
-            work = self._on_plain("all_to_all_single", [input], [output], opts)
+            is_new = bool(output_split_sizes or input_split_sizes)
+            work = self._on_plain("all_to_all_single", [input], [output], opts, is_new=is_new)
             if work is not None:
                 return work
         what, own = f"{self._where}: all_to_all_single", self._group.rank
         sources = split(input, input_split_sizes, self._size, f"{what}: the input")
         parts = split(output, output_split_sizes, self._size, f"{what}: the output")
         is_whole = input.dtype is output.dtype and sources[own].numel() == parts[own].numel()
-        call = exchange.PartsExchange.known(self._group, output.dtype)
-        if is_whole and call is not None and self._exchanged(call, sources, parts, [output], opts):
-            return COMPLETED  # machine code has looked whether the parts are plain
+        if is_whole and (work := self._exchanged(sources, parts, [output], opts)) is not None:
+            return work  # machine code has looked whether the parts are plain
         if not (is_whole and exchange.are_plain(input, output)):
             exchange.check(self._group, sources, parts, "all_to_all_single")
         call = exchange.PartsExchange.of(self._group, output.dtype)
@@ -478,7 +456,7 @@ class ProcessGroup(HookedGroup):
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
-    @overloaded(BarrierOptions, 0, "timeout")
+    @repeated("barrier", BarrierOptions, "timeout")
     def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called."""
         work = self._on_plain("barrier", (), (), opts)

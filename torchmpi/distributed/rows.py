@@ -47,11 +47,14 @@ def are_even(
     >>> are_even(torch.ones(4), torch.ones(4), 2, [2, 2]), are_even(torch.ones(4), torch.ones(4), 2, [], [1, 3])
     (True, False)
     """
+    for sizes in (output_sizes, input_sizes):
+        if sizes and (len(sizes) != num_ranks or sizes.count(sizes[0]) != num_ranks):
+            return False
     if not (output.dim() and input.dim()) or output.numel() != input.numel() or output.dtype is not input.dtype:
         return False
     for tensor, sizes in ((output, output_sizes), (input, input_sizes)):
         length, rest = divmod(tensor.shape[0], num_ranks)
-        if rest or (sizes and list(sizes) != [length] * num_ranks):
+        if rest or (sizes and sizes[0] != length):
             return False
     return True
 

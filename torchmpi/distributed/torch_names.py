@@ -128,13 +128,13 @@ def check_version() -> None:
 
 
 def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
-    """Return whether the caller, a method of the process group, was called by DDP's reducer with one of its buckets.
+    """Return whether the caller, a repeated method of a group, was called by DDP's reducer with one of its buckets.
 
     The reducer calls from C++ below `backward()`, with a flat tensor that owns its memory. Other reductions below
     `backward()` come from Python: from a hook, or the backward of a function.
     """
     try:
-        caller = sys._getframe(2)
+        caller = sys._getframe(4)  # of the two functions of `repeated()`, which call the method
     except ValueError:  # in a thread of autograd, which GPUs have
         return False
     return caller.f_code is _RUN_BACKWARD and tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()

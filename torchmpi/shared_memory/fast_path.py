@@ -33,6 +33,8 @@ INTO = "_into"
 """Added to the name of a collective that works in place, for a result in another tensor."""
 MADE = "_made"
 """Added to the name of other collectives, for a result in memory that was made for it: another may take its place."""
+EXCHANGE = "exchange"
+"""The alltoall of parts of any length."""
 # After those: an alltoall of parts of any length, and the one of numbers of rows before it; a gather on ranks that only
 # send, a scatter where they only receive.
 _FAST_PATHS = (
@@ -40,7 +42,7 @@ _FAST_PATHS = (
     "allreduce_many",
     *(name + INTO for name in ("allreduce", "broadcast")),
     *(name + MADE for name in ("allgather", "reduce_scatter", "alltoall", "gather")),
-    "exchange",
+    EXCHANGE,
     "alltoall_splits",
     "give",
     "receive",
@@ -51,7 +53,7 @@ _FAST_PATHS = (
 )
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "alltoall_splits": 1, "gather": 1, "give": 1}
-_FIRST_DIMS["exchange"] = memory_layout.MAX_LOG_DIMS
+_FIRST_DIMS[EXCHANGE] = memory_layout.MAX_LOG_DIMS
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
 
 
@@ -199,7 +201,11 @@ class _FastPath:
         }
         addresses = {name: id(item) for name, item in self._objects.items()}
         self.record = records.FastPath.new().write(
-            **addresses, describe=dlpack.describer(), same_shapes=name.endswith(INTO), is_included=modes.key_teller()
+            **addresses,
+            describe=dlpack.describer(),
+            same_shapes=name.endswith(INTO),
+            any_length=name == EXCHANGE,
+            is_included=modes.key_teller(),
         )
         for place, key in enumerate(modes.WATCHING_KEYS, records.FastPath.watching_keys):
             self.record.cells[place] = key

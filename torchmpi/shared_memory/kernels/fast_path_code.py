@@ -120,14 +120,25 @@ def numel_of(tensor: DLTensor, dtype):
 
 
 @inner
-def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, dims: Words):
-    """Describe a tensor by another shape, of the same elements in order; return whether it can be."""
+def is_divisible(cached_call: CachedCallRecord, tensor: DLTensor):
+    """Return whether the first dimension has as many rows for each rank."""
+    return num_dims(tensor) > 0 and dim(tensor, 0) % group_of(cached_call.call).size == 0
+
+
+@inner
+def take_as_rows(cached_call: CachedCallRecord, tensor: DLTensor, num_rows, any_length, dims: Words):
+    """Describe a tensor by another shape, of the same elements in order; return whether it can be.
+
+    One that becomes flat has a first dimension that the ranks can divide, unless its parts may have `any_length`.
+    """
     if num_rows == 0:
         return True
     numel = plain_numel(cached_call, tensor)
     if numel < 0 or (num_rows != FLAT and numel % num_rows != 0):
         return False
     is_flat = num_rows == FLAT
+    if is_flat and not any_length and not is_divisible(cached_call, tensor):
+        return False
     row = 1 if is_flat else numel // num_rows
     dims[0], dims[1], dims[2] = numel if is_flat else num_rows, row, 1
     tensor.shape, tensor.strides = dims, Words(dims + FIELD_BYTES)
@@ -425,16 +436,25 @@ def is_of_parts(call: KernelCall, given: Words, received: Words):
     return not is_carried(call, size * length * item_bytes, item_bytes)
 
 
+@inner
+def have_equal_own(cached_call: CachedCallRecord, arguments: Arguments):
+    """Return whether this rank sends itself as much as it receives from itself, in lists."""
+    rank, given, received = group_of(cached_call.call).rank, arguments.given_parts, arguments.received_parts
+    if not given or not received:
+        return False
+    return part_numel(given, rank) == part_numel(received, rank)
+
+
 @kernel
 def enter_exchange(cached_call: CachedCallRecord, source: DLTensor, target: DLTensor, arguments: Arguments):
     """Enter an exchange of parts of any length, and write their sizes and transfers."""
     call = cached_call.call
     group, item_bytes = group_of(call), call.item_bytes
-    rank, size, given, received = group.rank, group.size, arguments.given_parts, arguments.received_parts
+    size, given, received = group.size, arguments.given_parts, arguments.received_parts
     num_fields = 1 + 2 * size
-    if not given or not received or (not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES):
+    if not call.hosts and num_fields * FIELD_BYTES > PAYLOAD_BYTES:
         return NOT_FAST
-    if dtype_of(target) != cached_call.dlpack_dtype or part_numel(given, rank) != part_numel(received, rank):
+    if dtype_of(target) != cached_call.dlpack_dtype or not have_equal_own(cached_call, arguments):
         return NOT_FAST
     if call.hosts and not is_of_parts(call, given, received):
         return NOT_FAST
@@ -847,9 +867,9 @@ def entry(spec: FastPathKernel) -> Function:
                 return new_reference(path.none)
         else:
             arguments.given_parts = arguments.received_parts = Words(0)
-        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, given):
+        if takes_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, any_length, given):
             return new_reference(path.none)
-        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, received):
+        if takes_out and not take_as_rows(cached_call, last, cached_call.received_rows, any_length, received):
             return new_reference(path.none)
         if enter(cached_call, source, target, arguments_of(arguments)) != 0:
             return new_reference(path.none)
@@ -878,12 +898,18 @@ def find_bound(path: FastPath, tensor, out, key, comm, backend):
     takes = (_TENSOR | _LIST if has_tensor else 0) | (_OUT | _OUT_LIST if has_out else 0)
     if not describe(path, tensor, out, takes, first, last, given_parts, received_parts):
         return leave_to_python(path)
-    cached_call = find_cached_call(path.first_call, first if has_tensor else last, key, comm, backend)
+    source = first if has_tensor or not has_out else last
+    cached_call = find_cached_call(path.first_call, source, key, comm, backend)
     if not cached_call or cached_call.bound == 0:
         return new_reference(path.none)
-    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, True):
+    if not stands_for_rows(path, tensor, cached_call, first, cached_call.given_rows, path.any_length):
         return new_reference(path.none)
-    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, True):
+    if not stands_for_rows(path, out, cached_call, last, cached_call.received_rows, path.any_length):
+        return new_reference(path.none)
+    given, received = Words(_dims()), Words(_dims())
+    if has_tensor and not take_as_rows(cached_call, first, cached_call.given_rows, path.any_length, given):
+        return new_reference(path.none)
+    if has_out and not take_as_rows(cached_call, last, cached_call.received_rows, path.any_length, received):
         return new_reference(path.none)
     if (has_tensor and plain_numel(cached_call, first) < 0) or (has_out and plain_numel(cached_call, last) < 0):
         return new_reference(path.none)
@@ -893,6 +919,11 @@ def find_bound(path: FastPath, tensor, out, key, comm, backend):
         arguments = Arguments(_written())
         arguments.given_parts = parts_in(path, tensor, True, given_parts)
         arguments.received_parts = parts_in(path, out, True, received_parts)
+        if path.any_length:
+            if not have_equal_own(cached_call, arguments):
+                return new_reference(path.none)
+        elif cached_call.given_rows != 0 and given[num_dims(first) - 1] != received[num_dims(last) - 1]:
+            return new_reference(path.none)  # rows of different lengths
         if not are_apart(cached_call, first, last, arguments):
             return new_reference(path.none)
     return new_reference(cached_call.bound)

@@ -742,6 +742,8 @@ class FastPath(Record):
     """Of the Python function that aborts a call if `settle` did not start: (cached call, tensor)."""
     same_shapes = Word()
     """Whether a result in another tensor has the shape of the source."""
+    any_length = Word()
+    """Whether the parts of lists may differ in length."""
     is_included = Word()
     """Of torch's function that tells whether a dispatch key is active in this thread,"""
     watching_keys = Array(3)
