@@ -263,12 +263,14 @@ class RingTransport(Transport, GroupResource):
             self._choose(direction)
 
     def _remove(self, request: _MessageRequest) -> None:
+        """End the use of a record; a second time, after an interrupt, what has not been done of that."""
+        for direction in request.directions:
+            if request in self._posted[direction]:
+                self._posted[direction].remove(request)
+            self._choose(direction)
         if request.message is not None:  # the fast path must not receive a message before one that is kept here
             self._count(request, -1)
         self._open.remove(request)
-        for direction in request.directions:
-            self._posted[direction].remove(request)
-            self._choose(direction)
 
     def _choose(self, direction: int) -> None:
         """Let the kernel continue the message that has begun in a direction, or else the first one."""
@@ -286,10 +288,14 @@ class RingTransport(Transport, GroupResource):
         """Continue all messages until one has ended; add those that have, and return whether one has."""
         rank = self.group.rank
         what = int(self._directions), 2 * self.size, int(self.ring(rank, rank)), self.capacity
-        while (status := self._advance(*what, polls, sleeps, nanoseconds)) >= records.UNEXPECTED:
-            self._make_way(status - records.UNEXPECTED)
-        if status == records.SOME_ENDED:
+        try:
+            while (status := self._advance(*what, polls, sleeps, nanoseconds)) >= records.UNEXPECTED:
+                self._make_way(status - records.UNEXPECTED)
+            if status == records.SOME_ENDED:
+                self._take_ended(ended)
+        except BaseException:  # an interrupt: the kernel tells only once of those that have ended
             self._take_ended(ended)
+            raise
         return bool(ended)
 
     def _make_way(self, direction: int) -> None:
@@ -345,7 +351,7 @@ class RingTransport(Transport, GroupResource):
             if request.message is not None and not request.message.has_ended:
                 self._finish(request, request.message)
             is_own = isinstance(request.cells, array) and request not in self._open  # the fast path has others
-            if request.memory is None and is_own:
+            if request.memory is None and is_own and request.message is not None:
                 request.message = None
                 self._unused += [request]
             del ended[0]
