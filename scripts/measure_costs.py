@@ -71,8 +71,8 @@ PAGES = {
     "costs": Page(
         "What each call costs",
         "Ranks on one host; in brackets half the distance of the quartiles. `auto` is torchmpi by its own names, "
-        "`dist` torch.distributed on torchmpi, `hvd` its functions for Horovod's programs, `nn` `torchmpi.nn.functional`, "
-        "`copy` a plain copy of the tensor by all ranks at once.",
+        "`dist` torch.distributed on torchmpi, `hvd` its functions for Horovod's programs, `nn` those of "
+        "`torchmpi.nn.functional`, `copy` a plain copy of the tensor by all ranks at once.",
         {
             "native": Section("Collectives by their own names", _through("native")),
             "async": Section("Asynchronous calls", f"{_through('native,dist,hvd')} --async"),
