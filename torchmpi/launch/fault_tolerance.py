@@ -180,8 +180,13 @@ class _Communicators:
                         comm.Revoke()
 
 
-def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Callable[[Any], Any]:
-    """Return a class of communicators that are `known`, as are those that are made of them; `end` ends the job."""
+def _tracked(
+    MPI: Any, known: _Communicators, end: Callable[[int], None], loss: Callable[[], str]
+) -> Callable[[Any], Any]:
+    """Return a class of communicators that are `known`, as are those that are made of them.
+
+    `end` ends the job; `loss` returns which loss is behind an error, if there is one.
+    """
 
     class Tracked(MPI.Intracomm):  # type: ignore[misc]
         """A communicator whose calls a loss ends."""
@@ -208,6 +213,23 @@ def _tracked(MPI: Any, known: _Communicators, end: Callable[[int], None]) -> Cal
         def Free(self) -> None:
             known.discard(self)
             super().Free()
+
+        def allgather(self, *arguments: Any) -> Any:
+            return self._objects(super().allgather, *arguments)
+
+        def bcast(self, *arguments: Any) -> Any:
+            return self._objects(super().bcast, *arguments)
+
+        def _objects(self, call: Callable[..., T], *arguments: Any) -> T:
+            """Make a call whose result is of objects: after a loss, bytes that are no object come without an error."""
+            try:
+                return call(*arguments)
+            except MPI.Exception:
+                raise
+            except Exception as error:
+                if loss():
+                    raise MPI.Exception(MPI.ERR_PROC_FAILED) from error
+                raise
 
         def _made(self, comm: Any, ranks: Sequence[int]) -> Any:
             """Return a communicator once all `ranks` of this one have made theirs, so that each may be revoked.
@@ -238,7 +260,7 @@ class FaultTolerantMPI(Continuing):
         self._library = MPI
         self._exit = exit_process
         self._known = _Communicators()
-        self._tracked = _tracked(MPI, self._known, self._end)
+        self._tracked = _tracked(MPI, self._known, self._end, self.loss_behind_error)
         self._is_prepared = False
         self._lock = threading.RLock()
         """Held by the thread that looks for lost ranks."""
