@@ -1,7 +1,7 @@
 """Communicators of a job that may lose ranks: no rank has one that another rank still makes, so each may be revoked.
 
-Open MPI crashes in a rank that makes a communicator which another one revokes. Garbage in place of objects, which it has
-returned after a loss, is an error of MPI. Losses: tests/jobs/test_recovery.py.
+Open MPI crashes in a rank that makes a communicator which another one revokes. Garbage in place of objects, which it
+has returned after a loss, is an error of MPI. Losses: tests/jobs/test_recovery.py.
 """
 
 from __future__ import annotations
